@@ -1,0 +1,318 @@
+"""What gateways and engine replicas say to each other: msgspec structs in ZeroMQ frames.
+
+Owns the wire format only; no torch, no sockets. `client.py` and `server.py` move the frames.
+Every message is one msgpack-encoded tagged union (`type` field), one ZeroMQ frame. A replica sends
+at most one `StepFrame` per gateway and step, which carries the events of all of that gateway's
+requests, so that the cost of a message does not grow with the batch.
+
+Units: times are seconds; `deadline_unix_s` is wall clock so that it means the same on two machines.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one request's tokens are drawn.
+
+    `temperature == 0` is greedy: top_k, top_p and seed then have no effect. `seed` is always set by
+    the sender (from the OS's entropy when the user gave none): noise is a pure function of
+    (seed, output position, vocabulary id), so a row's draw never depends on its neighbours.
+    `top_k == 0` and `top_p == 1.0` switch the filter off.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # uint64
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
+
+
+# ---------------------------------------------------------------------------- gateway -> engine
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Run one request. (request_id, attempt) is the identity: a second copy is a no-op."""
+
+    request_id: str  # UUIDv7, hyphenated, made by the gateway
+    attempt: int
+    lease_token: int
+    tenant_id: str
+    tenant_salt: bytes  # per tenant, made by the server; never chosen by a client
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    adapter_digest: str | None = None  # "sha256:<64 hex>"; None: the base model
+    priority: int = 0  # larger is more urgent
+    weight: float = 1.0
+    deadline_unix_s: float | None = None  # still waiting then: dropped with `deadline_exceeded`
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Stop a request in whatever state it is. Unknown or finished: no-op.
+
+    The engine still answers with the terminal event (finish_reason "abort", or "stop" when
+    `as_stop` is set: the gateway saw a stop string complete), so that usage is never lost.
+    """
+
+    request_id: str
+    attempt: int
+    as_stop: bool = False
+
+
+class PrefetchAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch_adapter"):
+    """Load an adapter from the store to host memory before it is needed; no answer."""
+
+    adapter_digest: str
+
+
+class UsageQuery(msgspec.Struct, frozen=True, kw_only=True, tag="usage_query"):
+    """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`."""
+
+    query_id: int
+    request_id: str
+    attempt: int
+
+
+class JournalQuery(msgspec.Struct, frozen=True, kw_only=True, tag="journal_query"):
+    """Read journal entries with sequence number > after_seq, oldest first. Answer: `JournalReply`."""
+
+    query_id: int
+    after_seq: int
+    limit: int = 1000
+
+
+class StatsQuery(msgspec.Struct, frozen=True, kw_only=True, tag="stats_query"):
+    """Ask for a `StatsReply`."""
+
+    query_id: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of every connection, repeated as a heartbeat every few seconds.
+
+    A gateway that has been silent for `GATEWAY_TIMEOUT_S` is taken for dead and its requests are
+    aborted (their usage still goes to the journal). Answer: `Welcome`.
+    """
+
+    protocol_version: int
+    gateway_id: str
+
+
+GatewayMessage = Generate | Abort | PrefetchAdapter | UsageQuery | JournalQuery | StatsQuery | Hello
+
+GATEWAY_TIMEOUT_S = 15.0
+HEARTBEAT_S = 3.0
+
+
+# ---------------------------------------------------------------------------- engine -> gateway
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request cost the engine. `completion_tokens` counts every token that was sampled."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one output position, from the unfiltered distribution at temperature 1."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Progress of one request in one step.
+
+    `token_ids` are new tokens in order (possibly none on a terminal event). A terminal event has
+    `finish_reason` and `usage`; it is sent exactly once per (request_id, attempt), after its journal
+    entry is on disk. A stop token that ended the request is included in `token_ids` and in usage;
+    the gateway does not show it.
+    """
+
+    request_id: str
+    attempt: int
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token id when asked for
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    usage: Usage | None = None
+    error_code: str | None = None  # with finish_reason "error"
+    error_message: str | None = None
+
+
+class StepFrame(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """All events of one step for one gateway."""
+
+    step_id: int
+    events: list[TokenEvent]
+
+
+RejectCode = Literal[
+    "queue_full",  # 503, Retry-After
+    "draining",  # 503, Retry-After
+    "never_fits",  # 400: prompt + max_tokens can never fit this replica's memory or context
+    "invalid_request",  # 400: ids outside the vocabulary, empty prompt, bad sampling values
+    "adapter_unavailable",  # 503: the store does not have it or could not be read
+    "adapter_invalid",  # 500: digest mismatch, wrong base, rank beyond the cap
+]
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
+    """A `Generate` was refused at admission: no work was done, nothing is journaled."""
+
+    request_id: str
+    attempt: int
+    code: RejectCode
+    message: str
+    num_waiting: int = 0
+    retry_after_s: float | None = None
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A `Generate` was queued."""
+
+    request_id: str
+    attempt: int
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """Who answers. `incarnation` is new at each start: requests of an older one are gone."""
+
+    protocol_version: int
+    replica_id: str
+    incarnation: str
+    model_fingerprint: str
+    max_model_len: int
+    is_ready: bool
+    is_draining: bool = False
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Terminal usage of one attempt, as fsynced by the engine before the terminal event was sent."""
+
+    seq: int
+    request_id: str
+    attempt: int
+    lease_token: int
+    tenant_id: str
+    adapter_digest: str | None
+    finish_reason: FinishReason
+    usage: Usage
+    ended_at_unix_s: float
+
+
+class UsageReply(msgspec.Struct, frozen=True, kw_only=True, tag="usage_reply"):
+    """`running`: still in this engine; `finished`: `entry` is set; `unknown`: never seen or lost."""
+
+    query_id: int
+    state: Literal["running", "finished", "unknown"]
+    entry: JournalEntry | None = None
+
+
+class JournalReply(msgspec.Struct, frozen=True, kw_only=True, tag="journal_reply"):
+    """`journal_id` names the file: sequence numbers start again when it is new."""
+
+    query_id: int
+    journal_id: str
+    entries: list[JournalEntry]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot for consoles and routers; counters are since this incarnation's start."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_usage: float  # 0..1
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    requests_finished_total: dict[str, int]  # by finish reason
+    num_preemptions_total: int
+    steps_total: int
+    adapters_resident: list[str]  # digests in step slots
+    adapters_host: list[str]  # digests in host memory (a superset)
+    adapter_leases: int
+    max_adapters_in_step: int  # most distinct adapters any step held
+    mixed_steps_total: int  # steps that held at least two adapters and at least one base row
+    rss_bytes: int
+    uptime_s: float
+
+
+class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
+    """Answer to `StatsQuery`."""
+
+    query_id: int
+    stats: EngineStats
+
+
+EngineMessage = StepFrame | Rejected | Accepted | Welcome | UsageReply | JournalReply | StatsReply
+
+
+# ---------------------------------------------------------------------------- replica registry
+
+
+class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica publishes in Redis under `REPLICA_KEY_PREFIX + replica_id` (JSON, with a TTL)."""
+
+    replica_id: str
+    incarnation: str
+    address: str  # ipc://... or tcp://...
+    curve_public_key: str | None  # Z85; set exactly when the address is TCP
+    base_model: str  # the public name, for example "smollm2-135m"
+    model_fingerprint: str
+    kv_format: str
+    device: str
+    isa: str
+    dtype: str
+    torch_version: str
+    backends: dict[str, str]  # {"attention": ..., "lora": ..., "linear": ...}
+    max_model_len: int
+    max_loras: int
+    max_lora_rank: int
+    state: Literal["starting", "ready", "draining"]
+    started_at_unix_s: float
+    row_rule_holds: bool
+
+
+REPLICA_KEY_PREFIX = "loraplex:replica:"
+REPLICA_TTL_S = 15
+
+_gateway_decoder = msgspec.msgpack.Decoder(GatewayMessage)
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: GatewayMessage | EngineMessage) -> bytes:
+    """One message as one frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_gateway(frame: bytes) -> GatewayMessage:
+    """Parse a frame that a gateway sent.
+
+    Raises:
+        msgspec.DecodeError, msgspec.ValidationError: not a message of this protocol.
+    """
+    return _gateway_decoder.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> EngineMessage:
+    """Parse a frame that a replica sent; raises as `decode_from_gateway` does."""
+    return _engine_decoder.decode(frame)
