@@ -1,0 +1,1 @@
+"""LoRA adapters: parse and check them, pool them, add their deltas."""

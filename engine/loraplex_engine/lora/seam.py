@@ -1,0 +1,57 @@
+"""The seam between the decoder and LoRA: what the model asks of a backend, and nothing else.
+
+The model knows neither adapters nor slots: it runs a linear and offers its output to the backend,
+    y_TN = linear(x_TK)
+    if batch is not None: backend.add(y_TN, x_TK, layer, site, batch)
+and the backend adds each adapter row's delta in place.
+
+T tokens of the step, K inputs and N outputs of the (possibly merged) linear.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from loraplex_engine.step import Int32Array
+
+LoraSite = Literal["qkv", "o", "gate_up", "down"]
+
+# The Hugging Face modules behind a merged linear, in the order of their output slices.
+SITE_SLICES: dict[LoraSite, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+class LoraBatch(Protocol):
+    """What a backend needs to know of a step; made by `prepare`, opaque to the model."""
+
+
+class LoraBackend(Protocol):
+    """Adds low-rank deltas: y += scale * (x A^T) B^T, each row with its own adapter.
+
+    Accumulates in fp32 and rounds once into y. A row's result depends on its own x and adapter only,
+    bit for bit; rows without an adapter are not touched at all.
+    """
+
+    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+        """Sort out once per step which token uses which slot; None: no token has an adapter.
+
+        Args:
+            slot_T: per token of the step, in the order of the model's rows; -1: base.
+            pool_version: of the slot table whose weights the step must see.
+        """
+        ...
+
+    def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
+        """Add the deltas of (layer, site) to `y_TN` in place.
+
+        Args:
+            y_TN: output of the linear, model dtype, contiguous; N covers all slices of the site.
+            x_TK: input of the linear, model dtype, contiguous.
+        """
+        ...
