@@ -1,0 +1,48 @@
+"""The schema, as SQLAlchemy 2 typed models. Postgres is the only truth (DESIGN.md 4)."""
+
+from loraplex_platform.db.audit import AuditLog, IdempotencyRecord
+from loraplex_platform.db.base import Base
+from loraplex_platform.db.billing import LedgerEntry, PriceBook, PriceItem
+from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
+from loraplex_platform.db.metering import Attempt, Request
+from loraplex_platform.db.registry import (
+    Adapter,
+    AdapterVersion,
+    BaseModel,
+    Deployment,
+    DeploymentRevision,
+)
+from loraplex_platform.db.tenancy import (
+    ApiKey,
+    ApiKeySecret,
+    LoginThrottle,
+    Session,
+    Tenant,
+    User,
+)
+
+__all__ = [
+    "Adapter",
+    "AdapterVersion",
+    "ApiKey",
+    "ApiKeySecret",
+    "Attempt",
+    "AuditLog",
+    "Base",
+    "BaseModel",
+    "Deployment",
+    "DeploymentRevision",
+    "EngineUsage",
+    "Gateway",
+    "IdempotencyRecord",
+    "JournalCursor",
+    "LedgerEntry",
+    "LoginThrottle",
+    "PriceBook",
+    "PriceItem",
+    "Replica",
+    "Request",
+    "Session",
+    "Tenant",
+    "User",
+]

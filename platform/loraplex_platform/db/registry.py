@@ -1,0 +1,138 @@
+"""Base models, adapters and their immutable versions, deployments and their immutable revisions."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from uuid import UUID
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    String,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.orm import Mapped, mapped_column
+
+from loraplex_platform.db.base import Base, Json
+
+
+class BaseModel(Base):
+    """A base model that the fleet serves, and what identifies it exactly."""
+
+    __tablename__ = "base_models"
+    __table_args__ = (UniqueConstraint("name", "revision"),)
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(128))
+    revision: Mapped[str] = mapped_column(String(80))  # sha256 over the weights' digests
+    tokenizer_sha256: Mapped[str] = mapped_column(String(64))
+    chat_template_sha256: Mapped[str] = mapped_column(String(64))
+    license: Mapped[str | None] = mapped_column(String(80))
+    architecture: Mapped[Json]  # the shape fields of config.json
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Adapter(Base):
+    """A named line of versions, owned by one tenant."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        UniqueConstraint("tenant_id", "id"),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str] = mapped_column(String(80))
+    base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class AdapterVersion(Base):
+    """Immutable: its digest is its identity everywhere (weights, KV hash, routing, ledger)."""
+
+    __tablename__ = "adapter_versions"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
+        UniqueConstraint("adapter_id", "version"),
+        UniqueConstraint("adapter_id", "digest"),
+        UniqueConstraint("tenant_id", "id"),
+        CheckConstraint("status in ('ready', 'retired')", name="status"),
+        CheckConstraint("digest ~ '^sha256:[0-9a-f]{64}$'", name="digest"),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID]
+    adapter_id: Mapped[UUID]
+    version: Mapped[int]
+    digest: Mapped[str] = mapped_column(String(71), index=True)
+    status: Mapped[str] = mapped_column(String(16))
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    rank: Mapped[int]
+    target_modules: Mapped[list[str]] = mapped_column(ARRAY(String(64)))
+    report: Mapped[Json]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Deployment(Base):
+    """A public model id. `tenant_id` null: the platform's own (the base), visible to every tenant."""
+
+    __tablename__ = "deployments"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "id"),
+        Index(
+            "uq_deployments_tenant_id_public_name",
+            "tenant_id",
+            "public_name",
+            unique=True,
+            postgresql_where=text("archived_at is null"),
+        ),
+        Index(
+            "uq_deployments_platform_public_name",
+            "public_name",
+            unique=True,
+            postgresql_where=text("tenant_id is null and archived_at is null"),
+        ),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID | None] = mapped_column(ForeignKey("tenants.id"))
+    public_name: Mapped[str] = mapped_column(String(128))
+    base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
+    # Set in the transaction that inserts the first revision; the two tables name each other.
+    current_revision_id: Mapped[UUID | None] = mapped_column(
+        ForeignKey("deployment_revisions.id", use_alter=True)
+    )
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    archived_at: Mapped[datetime | None]
+
+
+class DeploymentRevision(Base):
+    """Immutable: exactly what answers when this revision is chosen."""
+
+    __tablename__ = "deployment_revisions"
+    __table_args__ = (
+        UniqueConstraint("deployment_id", "number"),
+        ForeignKeyConstraint(
+            ["tenant_id", "adapter_version_id"],
+            ["adapter_versions.tenant_id", "adapter_versions.id"],
+        ),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    deployment_id: Mapped[UUID] = mapped_column(ForeignKey("deployments.id"))
+    tenant_id: Mapped[UUID | None]
+    number: Mapped[int]
+    base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
+    adapter_version_id: Mapped[UUID | None]
+    adapter_digest: Mapped[str | None] = mapped_column(String(71))
+    params: Mapped[Json]
+    sha256: Mapped[str] = mapped_column(String(64))  # of the canonical JSON of the above
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

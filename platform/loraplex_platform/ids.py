@@ -1,0 +1,67 @@
+"""Identifiers: UUIDv7 inside, `<prefix>_<32 hex>` at the API.
+
+UUIDv7 (RFC 9562, section 5.7) is ordered by time, which is what lets `requests` and `ledger` be
+partitioned by their primary key alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Final
+from uuid import UUID
+
+PREFIXES: Final = {
+    "tenant": "ten",
+    "user": "usr",
+    "api_key": "key",
+    "adapter": "adp",
+    "adapter_version": "ver",
+    "deployment": "dep",
+    "deployment_revision": "rev",
+    "base_model": "bas",
+    "price_book": "prb",
+    "request": "req",
+    "session": "ses",
+}
+
+_HEX_CHARS = 32
+
+
+class MalformedIdError(ValueError):
+    """Not an id of the expected kind; callers answer as they would for an unknown one."""
+
+
+def uuid7(unix_ms: int | None = None) -> UUID:
+    """A new UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
+    ms = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
+    random_bits = secrets.randbits(74)
+    value = (ms & ((1 << 48) - 1)) << 80
+    value |= 0x7 << 76
+    value |= (random_bits >> 62) << 64
+    value |= 0b10 << 62
+    value |= random_bits & ((1 << 62) - 1)
+    return UUID(int=value)
+
+
+def uuid7_floor(unix_ms: int) -> UUID:
+    """The smallest UUID whose timestamp is `unix_ms`: a bound for ranges and partitions."""
+    return UUID(int=(unix_ms & ((1 << 48) - 1)) << 80)
+
+
+def format_id(kind: str, value: UUID) -> str:
+    """`format_id("tenant", u)` -> `ten_<32 hex>`."""
+    return f"{PREFIXES[kind]}_{value.hex}"
+
+
+def parse_id(kind: str, text: str) -> UUID:
+    """The UUID in an id of the given kind.
+
+    Raises:
+        MalformedIdError: another kind's prefix, or not 32 lower-case hex digits.
+    """
+    prefix, _, digits = text.partition("_")
+    is_hex = len(digits) == _HEX_CHARS and all(c in "0123456789abcdef" for c in digits)
+    if prefix != PREFIXES[kind] or not is_hex:
+        raise MalformedIdError(f"not a {kind} id: expected {PREFIXES[kind]}_ and 32 hex digits")
+    return UUID(hex=digits)

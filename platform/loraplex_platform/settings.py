@@ -1,0 +1,111 @@
+"""Settings of every platform process, from LORAPLEX_* environment variables.
+
+Built once in each `main` and passed down. A missing or weak secret stops the start: local mode
+(`loraplex up`) generates them into its data directory and passes them to its children.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIN_SECRET_CHARS = 32
+
+
+def _strong(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if len(text) < MIN_SECRET_CHARS or len(set(text)) < 8:  # noqa: PLR2004
+        raise ValueError(f"must be at least {MIN_SECRET_CHARS} random characters")
+    return value
+
+
+Secret = Annotated[SecretStr, AfterValidator(_strong)]
+
+
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="LORAPLEX_", frozen=True, extra="ignore")
+
+    log_level: str = "info"
+    log_format: str = "json"
+
+
+class DatabaseSettings(_Settings):
+    """What a process needs to reach Postgres."""
+
+    database_url: SecretStr
+    # The non-owner role that runtime connections switch to; migrations create it.
+    database_role: str | None = "loraplex_app"
+    database_pool_size: int = 10
+
+    def sqlalchemy_url(self) -> str:
+        """The URL with the psycopg 3 driver named."""
+        url = self.database_url.get_secret_value()
+        for scheme in ("postgresql://", "postgres://"):
+            if url.startswith(scheme):
+                return "postgresql+psycopg://" + url.removeprefix(scheme)
+        return url
+
+
+class ModelSettings(_Settings):
+    """Where the base model's tokenizer and template are."""
+
+    model_dir: Path
+    base_model: str = "smollm2-135m"
+
+
+class GatewaySettings(DatabaseSettings, ModelSettings):
+    """The data plane."""
+
+    redis_url: SecretStr | None = None
+    key_pepper: Secret
+    salt_key: Secret
+    gateway_host: str = "127.0.0.1"
+    gateway_port: int = 8000
+    gateway_id: str | None = None  # made at start if not given
+    max_body_bytes: int = 8 * 1024 * 1024
+    header_hold_s: float = 30.0  # how long headers wait for the engine's first event
+    request_timeout_s: float = 600.0
+    drain_grace_s: float = 30.0
+    curve_secret_key_file: Path | None = None
+
+
+class ControlSettings(DatabaseSettings, ModelSettings):
+    """The admin API."""
+
+    redis_url: SecretStr | None = None
+    key_pepper: Secret
+    salt_key: Secret
+    session_key: Secret
+    admin_key: SecretStr
+    store_url: str
+    control_host: str = "127.0.0.1"
+    control_port: int = 8001
+    gateway_url: str = "http://127.0.0.1:8000"
+    console_url: str = "http://127.0.0.1:8501"
+    session_hours: float = 12.0
+    max_adapter_bytes: int = 512 * 1024 * 1024
+    max_adapter_rank: int = 64
+    validation_timeout_s: float = 60.0
+    validation_memory_bytes: int = 2 * 1024**3
+    curve_secret_key_file: Path | None = None
+
+
+class WorkerSettings(DatabaseSettings):
+    """Sweeper, journal puller, replica mirror."""
+
+    redis_url: SecretStr | None = None
+    sweep_interval_s: float = 1.0
+    journal_interval_s: float = 0.5
+    lease_grace_s: float = 5.0
+    curve_secret_key_file: Path | None = None
+
+
+class ConsoleSettings(_Settings):
+    """How the console is started; the app itself reads only the control URL."""
+
+    control_url: str = "http://127.0.0.1:8001"
+    console_host: str = "127.0.0.1"
+    console_port: int = Field(default=8501, ge=0, le=65535)
