@@ -1,0 +1,55 @@
+"""Adapter artifacts: from a PEFT folder to checked, digested tensors, and the store they live in.
+
+Used on both sides: by the platform when a tenant uploads, by the engine at each load from disk.
+numpy and msgspec only (the store adds fsspec): no torch here, no pickle anywhere. Nothing in an
+adapter is trusted: no path, name or code in it is ever opened, imported or followed.
+
+    artifact = read_adapter(folder, limits=AdapterLimits())     # ArtifactError(field, message, remedy)
+    fit = check_fits(artifact, ModelShape.from_config_json(model_dir / "config.json"))
+    AdapterStore("file:///var/lib/loraplex/store").put(folder, artifact.digest)
+"""
+
+from __future__ import annotations
+
+from loraplex_engine.artifact.config import AdapterConfig, parse_adapter_config
+from loraplex_engine.artifact.errors import AdapterNotStoredError, ArtifactError
+from loraplex_engine.artifact.limits import AdapterLimits
+from loraplex_engine.artifact.reader import (
+    ADAPTER_FILES,
+    CONFIG_FILE,
+    TENSORS_FILE,
+    AdapterArtifact,
+    Check,
+    LoraPair,
+    ModuleName,
+    Norms,
+    check_file_name,
+    read_adapter,
+)
+from loraplex_engine.artifact.shape import Fit, ModelShape, check_fits
+from loraplex_engine.artifact.store import AdapterStore
+from loraplex_engine.artifact.tensors import TensorView, read_tensors
+
+__all__ = [
+    "ADAPTER_FILES",
+    "CONFIG_FILE",
+    "TENSORS_FILE",
+    "AdapterArtifact",
+    "AdapterConfig",
+    "AdapterLimits",
+    "AdapterNotStoredError",
+    "AdapterStore",
+    "ArtifactError",
+    "Check",
+    "Fit",
+    "LoraPair",
+    "ModelShape",
+    "ModuleName",
+    "Norms",
+    "TensorView",
+    "check_file_name",
+    "check_fits",
+    "parse_adapter_config",
+    "read_adapter",
+    "read_tensors",
+]
