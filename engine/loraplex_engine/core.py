@@ -1,0 +1,303 @@
+"""The engine's heart: takes requests, steps, and says what happened. One thread, no sockets, no torch.
+
+A step is schedule -> launch -> collect -> update. Launch and collect are apart so that a later step can
+be launched before this one's tokens have been seen; today one step is in flight at most.
+Every accepted request gets exactly one terminal event, in whatever way it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import get_args
+
+from loraplex_engine.admission import ModelLimits, check_request
+from loraplex_engine.config import EngineConfig, EngineSizes
+from loraplex_engine.errors import DrainingError, QueueFullError
+from loraplex_engine.kv.block_pool import BlockPool
+from loraplex_engine.kv.manager import KvManager
+from loraplex_engine.policies import FcfsPolicy
+from loraplex_engine.protocol import (
+    EngineStats,
+    FinishReason,
+    Generate,
+    TokenEvent,
+    TokenLogprobs,
+)
+from loraplex_engine.request import BASE_SLOT, Ending, Identity, Request, RequestStatus
+from loraplex_engine.scheduler import Decision, Scheduler, SchedulerLimits
+from loraplex_engine.step import AdapterPool, Executor, StepResult
+
+Clock = Callable[[], float]  # unix seconds
+
+# How many ended identities are remembered, so that a late copy of a Generate is not run again. The
+# journal remembers all; this covers copies that cross the terminal event on the wire.
+NUM_ENDED_REMEMBERED = 16_384
+RETRY_AFTER_S = 1.0
+
+
+class EngineCore:
+    """All calls come from one thread, the step thread. Deadlines and `clock` are unix seconds."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        adapters: AdapterPool,
+        clock: Clock = time.time,
+        *,
+        limits: ModelLimits,
+    ) -> None:
+        self.limits = limits
+        self.is_draining = False
+        # Tokens that the last `step` computed. 0 while `has_work()`: everything waits (an adapter is
+        # loading, say), so the caller should wait for messages a few milliseconds, not spin.
+        self.last_step_num_tokens = 0
+        self._scheduler = scheduler
+        self._executor = executor
+        self._adapters = adapters
+        self._clock = clock
+        self._started_at_unix_s = clock()
+        self._live: dict[Identity, Request] = {}
+        self._ended: dict[Identity, None] = {}  # in order of ending
+        self._events: list[TokenEvent] = []
+        self._in_flight: deque[Decision] = deque()
+        self._next_seq = 0
+        self._prompt_tokens_total = 0
+        self._generation_tokens_total = 0
+        self._finished_total: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self._steps_total = 0
+        self._mixed_steps_total = 0
+        self._max_adapters_in_step = 0
+
+    def add(self, generate: Generate) -> None:
+        """Queue a request. A second copy of one that is live, or ended lately, is a no-op.
+
+        Raises:
+            DrainingError, QueueFullError: not now, elsewhere or later.
+            InvalidRequestError, NeverFitsError: not on this replica, ever.
+        """
+        identity = (generate.request_id, generate.attempt)
+        if identity in self._live or identity in self._ended:
+            return
+        if self.is_draining:
+            raise DrainingError("the replica is shutting down", retry_after_s=RETRY_AFTER_S)
+        check_request(generate, self.limits, self._scheduler.num_kv_slots)
+        if self._scheduler.is_queue_full:
+            raise QueueFullError(
+                f"{self._scheduler.num_waiting} requests are waiting already",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        stop_ids = frozenset(generate.sampling.stop_token_ids)
+        if not generate.sampling.ignore_eos:
+            stop_ids |= self.limits.eos_token_ids
+        request = Request(seq=self._next_seq, generate=generate, stop_ids=stop_ids)
+        self._next_seq += 1
+        self._live[identity] = request
+        self._scheduler.add(request)
+        if generate.adapter_digest is not None:
+            self._adapters.prefetch(generate.adapter_digest)
+
+    def abort(self, request_id: str, attempt: int, as_stop: bool = False) -> None:
+        """End a request in whatever state it is; unknown or ended: no-op.
+
+        Its terminal event, with what it cost so far, comes from the next `step` or `drain_events`. A
+        token that is being computed meanwhile never existed.
+        """
+        request = self._live.get((request_id, attempt))
+        if request is None:
+            return
+        self._scheduler.remove(request)
+        self._finish(request, Ending("stop" if as_stop else "abort"))
+
+    def begin_drain(self) -> None:
+        """Take nothing new; what was accepted is finished."""
+        self.is_draining = True
+
+    def has_work(self) -> bool:
+        """Whether requests are unfinished or events undelivered."""
+        return bool(self._live or self._events)
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one step, if anything can run, and return all events since the last call."""
+        self._launch()
+        if self._in_flight:
+            self._update(self._in_flight.popleft(), self._executor.collect())
+        return self.drain_events()
+
+    def drain_events(self) -> list[TokenEvent]:
+        """Events that nobody has seen yet, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        """What the core knows: the server adds the process's `rss_bytes` and the adapter pool's lists
+        (`adapters_resident`, `adapters_host`), which are empty here.
+        """
+        total, free = self._scheduler.num_blocks, self._scheduler.num_free_blocks
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_blocks_total=total,
+            kv_blocks_free=free,
+            kv_usage=(total - free) / total,
+            prompt_tokens_total=self._prompt_tokens_total,
+            generation_tokens_total=self._generation_tokens_total,
+            requests_finished_total=dict(self._finished_total),
+            num_preemptions_total=self._scheduler.num_preemptions,
+            steps_total=self._steps_total,
+            adapters_resident=[],
+            adapters_host=[],
+            adapter_leases=self._scheduler.num_leases,
+            max_adapters_in_step=self._max_adapters_in_step,
+            mixed_steps_total=self._mixed_steps_total,
+            rss_bytes=0,
+            uptime_s=self._clock() - self._started_at_unix_s,
+        )
+
+    def check(self) -> None:
+        """Assert the scheduler's invariants, and that nothing is held by requests that are gone."""
+        self._scheduler.check()
+        assert len(self._live) == self._scheduler.num_running + self._scheduler.num_waiting
+        if not self._live:
+            assert self._scheduler.num_free_blocks == self._scheduler.num_blocks
+
+    def _launch(self) -> None:
+        decision = self._scheduler.schedule(self._clock())
+        for request, ending in decision.ended:
+            self._finish(request, ending)
+        self.last_step_num_tokens = 0
+        if decision.step is None:
+            return
+        self.last_step_num_tokens = decision.step.num_tokens
+        self._count_step(decision.requests)
+        self._executor.launch(decision.step)
+        self._in_flight.append(decision)
+
+    def _update(self, decision: Decision, result: StepResult) -> None:
+        """Apply what came out. Blocks may become findable here, once full and finite, and not before."""
+        step = decision.step
+        assert step is not None
+        assert result.step_id == step.step_id, "the executor answered another step"
+        ends = (step.num_computed_B + step.num_scheduled_B).tolist()
+        tokens = result.token_ids_B.tolist()
+        is_finite = result.is_finite_B.tolist()
+        samples = step.samples_B.tolist()
+        for index, request in enumerate(decision.requests):
+            if request.status is RequestStatus.FINISHED:
+                continue  # aborted while the step was in flight
+            self._count_prefill(request, ends[index])
+            if not is_finite[index]:
+                self._end(
+                    request,
+                    Ending(
+                        "error",
+                        error_code="non_finite_logits",
+                        error_message="the model's output was not a number; nothing was sampled",
+                    ),
+                )
+            elif samples[index]:
+                self._append(request, tokens[index], result.logprobs.get(index))
+
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        assert 0 <= token_id < self.limits.vocab_size, f"the runner sampled {token_id}"
+        request.token_ids.append(token_id)
+        self._generation_tokens_total += 1
+        token_logprobs = None if logprobs is None else [logprobs]
+        if token_id in request.stop_ids:
+            self._end(request, Ending("stop", stop_token_id=token_id), [token_id], token_logprobs)
+        elif request.num_output_tokens == request.sampling.max_tokens:
+            self._end(request, Ending("length"), [token_id], token_logprobs)
+        else:
+            self._events.append(
+                TokenEvent(
+                    request_id=request.generate.request_id,
+                    attempt=request.generate.attempt,
+                    token_ids=[token_id],
+                    logprobs=token_logprobs,
+                )
+            )
+
+    def _end(
+        self,
+        request: Request,
+        ending: Ending,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        self._scheduler.remove(request)
+        self._finish(request, ending, token_ids, logprobs)
+
+    def _finish(
+        self,
+        request: Request,
+        ending: Ending,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Say that a request, gone from the scheduler, has ended."""
+        del self._live[request.identity]
+        self._ended[request.identity] = None
+        if len(self._ended) > NUM_ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        self._finished_total[ending.finish_reason] += 1
+        self._events.append(
+            TokenEvent(
+                request_id=request.generate.request_id,
+                attempt=request.generate.attempt,
+                token_ids=token_ids or [],
+                logprobs=logprobs,
+                finish_reason=ending.finish_reason,
+                stop_token_id=ending.stop_token_id,
+                usage=request.usage(),
+                error_code=ending.error_code,
+                error_message=ending.error_message,
+            )
+        )
+
+    def _count_step(self, requests: list[Request]) -> None:
+        slots = {request.adapter_slot for request in requests}
+        has_base = BASE_SLOT in slots
+        num_adapters = len(slots) - has_base
+        self._steps_total += 1
+        self._max_adapters_in_step = max(self._max_adapters_in_step, num_adapters)
+        self._mixed_steps_total += has_base and num_adapters >= 2
+
+    def _count_prefill(self, request: Request, end: int) -> None:
+        prefilled = min(end, request.num_prompt_tokens)
+        if prefilled > request.num_prefilled_tokens:
+            self._prompt_tokens_total += prefilled - request.num_prefilled_tokens
+            request.num_prefilled_tokens = prefilled
+
+
+def build_core(
+    config: EngineConfig,
+    sizes: EngineSizes,
+    executor: Executor,
+    adapters: AdapterPool,
+    *,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    clock: Clock = time.time,
+) -> EngineCore:
+    """An engine core as the settings say; the executor's KV cache has `sizes.num_blocks` blocks."""
+    limits = SchedulerLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        watermark_blocks=int(config.kv_watermark * sizes.num_blocks),
+    )
+    kv = KvManager(BlockPool(sizes.num_blocks), config.block_size)
+    return EngineCore(
+        Scheduler(limits, kv, adapters, FcfsPolicy()),
+        executor,
+        adapters,
+        clock,
+        limits=ModelLimits(
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            max_model_len=sizes.max_model_len,
+        ),
+    )

@@ -1,0 +1,82 @@
+"""One request inside the engine: its tokens, how far they are computed, and what it holds.
+
+There is no prefill or decode state. A request has `num_tokens` known tokens (prompt, then sampled ones),
+of which the keys and values of the first `num_computed_tokens` are in its blocks; a running request
+catches up, and samples whenever it has. Preemption sets the count back to zero, resumption catches up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from loraplex_engine.protocol import FinishReason, Generate, SamplingParams, Usage
+
+Identity = tuple[str, int]  # (request_id, attempt)
+
+BASE_SLOT = -1  # the adapter slot of a row that runs the base model
+
+
+class RequestStatus(Enum):
+    """Where a request is. Only RUNNING ones hold a row, blocks and an adapter lease."""
+
+    WAITING = "waiting"  # has not run yet
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # ran, lost its row, waits to resume
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request ended; becomes the terminal event's fields."""
+
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of one request; the scheduler and the core are its only writers."""
+
+    seq: int  # order of arrival in this engine; the key of its block table
+    generate: Generate
+    stop_ids: frozenset[int]  # tokens that end it: its stop ids, and EOS unless ignored
+    token_ids: list[int] = field(init=False)  # prompt, then what was sampled
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_prefilled_tokens: int = 0  # prompt tokens ever computed; preemption does not set it back
+    status: RequestStatus = RequestStatus.WAITING
+    row: int = -1
+    adapter_slot: int = BASE_SLOT
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.generate.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def identity(self) -> Identity:
+        return (self.generate.request_id, self.generate.attempt)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.generate.sampling
+
+    @property
+    def adapter_digest(self) -> str | None:
+        return self.generate.adapter_digest
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def usage(self) -> Usage:
+        """What it cost so far: a prompt that was never or partly computed counts as far as it was."""
+        return Usage(
+            prompt_tokens=self.num_prefilled_tokens, completion_tokens=self.num_output_tokens
+        )
