@@ -1,0 +1,64 @@
+"""Random adapters of mixed rank for benchmarks: they cost what real ones cost and change the output.
+
+Written with numpy and safetensors alone, in PEFT's format, so that every server and peer loads the
+same folders.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+RANKS = (8, 16, 32, 64)
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _shapes(config: dict[str, int]) -> dict[str, tuple[str, int, int]]:
+    """Module -> (parent, in_features, out_features)."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    return {
+        "q_proj": ("self_attn", hidden, q),
+        "k_proj": ("self_attn", hidden, kv),
+        "v_proj": ("self_attn", hidden, kv),
+        "o_proj": ("self_attn", q, hidden),
+        "gate_proj": ("mlp", hidden, inner),
+        "up_proj": ("mlp", hidden, inner),
+        "down_proj": ("mlp", inner, hidden),
+    }
+
+
+def write(folder: Path, model_dir: Path, *, rank: int, seed: int, base_name: str) -> Path:
+    """A PEFT folder with all seven linear targets at `rank`, float32 tensors of modest norm."""
+    config = json.loads((model_dir / "config.json").read_text())
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (parent, size_in, size_out) in _shapes(config).items():
+            prefix = f"base_model.model.model.layers.{layer}.{parent}.{name}"
+            a_RK = rng.standard_normal((rank, size_in)) / np.sqrt(size_in)
+            b_NR = rng.standard_normal((size_out, rank)) * 0.02
+            tensors[f"{prefix}.lora_A.weight"] = a_RK.astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = b_NR.astype(np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": base_name,
+                "r": rank,
+                "lora_alpha": rank,
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "target_modules": list(_TARGETS),
+                "inference_mode": True,
+            }
+        )
+    )
+    return folder
