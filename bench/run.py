@@ -120,7 +120,7 @@ def _peer(mode: str, args: argparse.Namespace, scratch: Path, dtype: str) -> dic
     command += ["--workload", str(scratch / "workload.jsonl")]
     if mode == "one":
         command += ["--num-requests", str(args.one_requests)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done = subprocess.run(command, check=True, capture_output=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
