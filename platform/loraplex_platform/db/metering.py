@@ -23,6 +23,7 @@ class Request(Base):
     __table_args__ = (
         CheckConstraint("state in ('reserved', 'settled', 'voided')", name="state"),
         CheckConstraint("kind in ('user', 'probe')", name="kind"),
+        CheckConstraint("(state = 'reserved') = (settled_at is null)", name="settled_at"),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
         Index("ix_requests_key_id_id", "key_id", "id"),
         Index(
@@ -43,6 +44,8 @@ class Request(Base):
     endpoint: Mapped[str] = mapped_column(String(32))  # chat.completions | completions | probe
     model: Mapped[str] = mapped_column(String(128))  # the public name asked for
     is_stream: Mapped[bool]
+    # With stop strings only the gateway knows where billing ends: the sweeper must not guess high.
+    has_stop_strings: Mapped[bool] = mapped_column(server_default=text("false"))
     owner: Mapped[str] = mapped_column(String(64))  # gateway id
     replica_id: Mapped[str | None] = mapped_column(String(64))
     attempt: Mapped[int] = mapped_column(server_default=text("1"))

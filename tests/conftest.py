@@ -1,0 +1,90 @@
+"""Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from loraplex_platform.db.session import Database
+
+    from tests.support.postgres import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def session_folder() -> Iterator[Path]:
+    """A folder with a short name: unix socket paths end at 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def short_tmp_path() -> Iterator[Path]:
+    """Like `tmp_path`, but short enough for sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# The servers' modules are imported inside: tests of the engine alone need no database driver.
+
+
+@pytest.fixture(scope="session")
+def postgres_server(session_folder: Path) -> Iterator[PostgresServer]:
+    """The session's server (tests.support.postgres.PostgresServer): `.clone()`, `.empty()`."""
+    from tests.support.postgres import PostgresServer
+
+    server = PostgresServer(session_folder / "postgres")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """The owner's URL of a migrated database that all tests share: for reading, or by unique ids."""
+    with postgres_server.clone() as url:
+        yield url
+
+
+@pytest.fixture
+def db_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """The owner's URL of a fresh, migrated, empty database, for this test alone."""
+    with postgres_server.clone() as url:
+        yield url
+
+
+@pytest.fixture
+async def db(db_url: str) -> AsyncIterator[Database]:
+    """A fresh database (loraplex_platform.db.session.Database) as serving processes see it."""
+    from loraplex_platform.db.session import open_database
+
+    from tests.support.postgres import database_settings
+
+    async with open_database(database_settings(db_url)) as database:
+        yield database
+
+
+@pytest.fixture(scope="session")
+def _redis_server_url(session_folder: Path) -> Iterator[str]:
+    from loraplex_platform.local.embedded import start_redis
+
+    server = start_redis(session_folder / "redis")
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(_redis_server_url: str) -> str:
+    """The URL of an empty Redis on a unix socket."""
+    import redis
+
+    client = redis.Redis.from_url(_redis_server_url)
+    client.flushall()
+    client.close()
+    return _redis_server_url
