@@ -8,7 +8,7 @@ Every accepted request gets exactly one terminal event, in whatever way it ends.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import get_args
 
@@ -60,7 +60,7 @@ class EngineCore:
         self._clock = clock
         self._started_at_unix_s = clock()
         self._live: dict[Identity, Request] = {}
-        self._ended: dict[Identity, None] = {}  # in order of ending
+        self._ended: OrderedDict[Identity, None] = OrderedDict()  # oldest first
         self._events: list[TokenEvent] = []
         self._in_flight: deque[Decision] = deque()
         self._next_seq = 0
@@ -120,7 +120,11 @@ class EngineCore:
         return bool(self._live or self._events)
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step, if anything can run, and return all events since the last call."""
+        """Compute one step, if anything can run, and return all events since the last call.
+
+        What the executor raises passes through: its rows are in an unknown state then, so the process
+        is to end, and its gateways see the replica as lost.
+        """
         self._launch()
         if self._in_flight:
             self._update(self._in_flight.popleft(), self._executor.collect())
@@ -240,7 +244,7 @@ class EngineCore:
         del self._live[request.identity]
         self._ended[request.identity] = None
         if len(self._ended) > NUM_ENDED_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
         self._finished_total[ending.finish_reason] += 1
         self._events.append(
             TokenEvent(

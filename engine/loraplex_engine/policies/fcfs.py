@@ -24,7 +24,8 @@ class FcfsPolicy:
 
     def remove(self, request: Request) -> None:
         index = bisect_left(self._queue, self.rank(request), key=self.rank)
-        assert self._queue[index] is request, f"request {request.identity} is not queued"
+        is_there = index < len(self._queue) and self._queue[index] is request
+        assert is_there, f"{request.identity} is not queued"
         del self._queue[index]
 
     def in_order(self) -> Sequence[Request]:

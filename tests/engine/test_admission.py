@@ -1,0 +1,94 @@
+"""Admission: every value out of range is refused with its field's name; what can never fit, with both
+numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from loraplex_engine.admission import ModelLimits, check_request
+from loraplex_engine.errors import InvalidRequestError, NeverFitsError
+from tests.support.engine_fakes import EOS, VOCAB_SIZE, digest, make_request
+
+LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}), max_model_len=64)
+
+
+def check(num_kv_slots: int = 1_000, sampling: dict[str, Any] | None = None, **fields: Any) -> None:
+    request = make_request()
+    if sampling is not None:
+        fields["sampling"] = msgspec.structs.replace(request.sampling, **sampling)
+    check_request(msgspec.structs.replace(request, **fields), LIMITS, num_kv_slots)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": ""}, "request_id is empty"),
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+        ({"prompt_token_ids": [1, VOCAB_SIZE]}, "prompt_token_ids holds 97: .* 0 to 96"),
+        ({"prompt_token_ids": [1, -1]}, "prompt_token_ids holds -1"),
+        ({"prompt_token_ids": [2**63]}, "prompt_token_ids holds 9223372036854775808"),
+        ({"adapter_digest": "sha256:../../etc/passwd"}, "adapter_digest"),
+        ({"adapter_digest": digest("a") + "\n"}, "adapter_digest"),
+        ({"priority": 2**40}, "priority is"),
+        ({"weight": 0.0}, "weight is 0.0"),
+        ({"weight": float("inf")}, "weight is inf"),
+        ({"deadline_unix_s": float("nan")}, "deadline_unix_s"),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check(**fields)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -5}, "max_tokens is -5"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 2**31}, "top_k is 2147483648"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is"),
+        ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 entries: at most 64"),
+        ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids holds 97"),
+        ({"stop_token_ids": (-2,)}, "stop_token_ids holds -2"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": 21}, "logprobs is 21: it must be between 0 and 20"),
+    ],
+)
+def test_bad_sampling_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check(sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"top_p": 1e-6, "top_k": 2**31 - 1, "seed": 2**64 - 1},
+        {"logprobs": 0},
+        {"logprobs": 20, "stop_token_ids": tuple(range(64))},
+        {"max_tokens": 61},
+    ],
+)
+def test_the_edges_of_the_ranges_are_accepted(sampling: dict[str, Any]) -> None:
+    check(sampling=sampling)
+
+
+def test_what_is_beyond_the_context_is_refused_with_both_numbers() -> None:
+    with pytest.raises(NeverFitsError, match=r"65 in all, .* holds 64 tokens"):
+        check(sampling={"max_tokens": 62})
+
+
+def test_what_is_beyond_the_whole_kv_cache_is_refused_with_both_numbers() -> None:
+    with pytest.raises(NeverFitsError, match=r"13 in all, .* holds 12 tokens"):
+        check(num_kv_slots=12, sampling={"max_tokens": 10})

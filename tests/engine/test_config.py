@@ -1,0 +1,86 @@
+"""EngineConfig: each refusal names the field and the remedy; sizes follow from the model's shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex_engine.config import EngineConfig, EngineSizes, kv_bytes_per_token
+from loraplex_engine.errors import ConfigError
+
+SMOLLM2 = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "max_position_embeddings": 8192}
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model_dir=Path("model"), base_model="tiny", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float16"}, "dtype is 'float16': choose one of auto, bfloat16, float32"),
+        ({"block_size": 0}, "block_size is 0: use 1 or more"),
+        ({"block_size": 24}, "block_size is 24: use a power of two"),
+        ({"block_size": 1024}, "block_size is 1024: use a power of two up to 512"),
+        ({"num_blocks": 0}, "num_blocks is 0: use 1 or more"),
+        ({"kv_memory_bytes": -1}, "kv_memory_bytes is -1: use 1 or more"),
+        ({"num_blocks": 4, "kv_memory_bytes": 4096}, "give one"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"max_num_batched_tokens": 32}, "below max_num_seqs 64.*raise the first or lower"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_waiting": 0}, "max_waiting is 0"),
+        ({"long_prefill_token_threshold": 0}, "long_prefill_token_threshold is 0"),
+        ({"max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras is 4, below max_loras 8"),
+        ({"max_lora_rank": 4096}, "max_lora_rank is 4096: lower it to 512"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"kv_watermark": 0.9}, "kv_watermark is 0.9: use a share between 0 and 0.5"),
+        ({"kv_watermark": float("nan")}, "kv_watermark is nan"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_remedy(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**settings)
+
+
+def test_an_empty_base_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="base_model is empty"):
+        EngineConfig(model_dir=Path("model"), base_model="")
+
+
+def test_kv_bytes_per_token_of_a_known_model() -> None:
+    # Llama-2-7B in 16 bits: half a MiB per token.
+    assert kv_bytes_per_token(num_layers=32, num_kv_heads=32, head_dim=128, dtype_bytes=2) == 2**19
+
+
+def test_default_sizes_hold_a_whole_context() -> None:
+    sizes = config().sizes(**SMOLLM2, dtype_bytes=2)
+
+    assert sizes == EngineSizes(kv_bytes_per_token=23_040, num_blocks=1456, max_model_len=8192)
+    assert sizes.num_blocks * 16 >= sizes.max_model_len
+
+
+def test_the_default_pool_grows_with_a_long_context() -> None:
+    sizes = config().sizes(**{**SMOLLM2, "max_position_embeddings": 131_072}, dtype_bytes=4)
+
+    assert sizes.num_blocks == 131_072 // 16
+
+
+def test_kv_memory_bounds_the_context_when_none_was_asked_for() -> None:
+    sizes = config(kv_memory_bytes=23_040 * 16 * 10).sizes(**SMOLLM2, dtype_bytes=2)
+
+    assert (sizes.num_blocks, sizes.max_model_len) == (10, 160)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 9000}, "max_model_len is 9000, but the model's context is 8192"),
+        ({"max_model_len": 4096, "num_blocks": 100}, "num_blocks 100 holds 1600 tokens"),
+        ({"kv_memory_bytes": 1000}, "one block of 16 tokens takes 368640 bytes: raise it"),
+    ],
+)
+def test_sizes_that_cannot_be_met_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**settings).sizes(**SMOLLM2, dtype_bytes=2)

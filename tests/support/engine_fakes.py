@@ -1,0 +1,378 @@
+"""A runner and an adapter pool without a model, which check what the scheduler promises them.
+
+`FakeRunner` keeps a KV cache of (position, token, adapter) entries in numbered blocks and reads a row's
+context back through its block table only: a lost, doubled or stale block changes what it reads. The token
+it samples is a hash of that context, so a request's output can be known without any engine: `solo_output`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from loraplex_engine.admission import ModelLimits
+from loraplex_engine.core import EngineCore
+from loraplex_engine.errors import RequestRejectedError
+from loraplex_engine.kv.block_pool import BlockPool
+from loraplex_engine.kv.manager import KvManager
+from loraplex_engine.policies import FcfsPolicy
+from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs
+from loraplex_engine.scheduler import Scheduler, SchedulerLimits
+from loraplex_engine.step import NewRow, Step, StepResult
+
+VOCAB_SIZE = 97
+EOS = 0
+
+
+def digest(name: str) -> str:
+    """A well-formed adapter digest."""
+    return "sha256:" + hashlib.sha256(name.encode()).hexdigest()
+
+
+def next_token(token_ids: tuple[int, ...], adapter: str | None, seed: int) -> int:
+    """What the fake model says after `token_ids`."""
+    text = f"{adapter}|{seed}|{token_ids}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") % VOCAB_SIZE
+
+
+def solo_output(generate: Generate) -> tuple[list[int], str]:
+    """The tokens and the finish reason that a request gets when it runs alone and undisturbed."""
+    sampling = generate.sampling
+    stop_ids = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {EOS})
+    tokens = list(generate.prompt_token_ids)
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        output.append(next_token(tuple(tokens), generate.adapter_digest, sampling.seed))
+        tokens.append(output[-1])
+        if output[-1] in stop_ids:
+            return output, "stop"
+    return output, "length"
+
+
+def make_request(
+    request_id: str = "r0",
+    prompt: list[int] | None = None,
+    *,
+    attempt: int = 0,
+    max_tokens: int = 4,
+    adapter: str | None = None,
+    priority: int = 0,
+    deadline_unix_s: float | None = None,
+    seed: int = 7,
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = True,
+    logprobs: int | None = None,
+) -> Generate:
+    """A valid request; `adapter` is a name, sent as its digest."""
+    return Generate(
+        request_id=request_id,
+        attempt=attempt,
+        lease_token=1,
+        tenant_id="t",
+        tenant_salt=b"salt",
+        prompt_token_ids=[5, 6, 7] if prompt is None else prompt,
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        ),
+        adapter_digest=None if adapter is None else digest(adapter),
+        priority=priority,
+        deadline_unix_s=deadline_unix_s,
+    )
+
+
+@dataclass
+class FakeClock:
+    """Time that tests move."""
+
+    now_s: float = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class FakeAdapterPool:
+    """`num_slots` slots. Adapters load at once, except those `hold` names, until `finish_loading`."""
+
+    num_slots: int = 2
+    slots: dict[int, str] = field(default_factory=dict)
+    leases: dict[str, int] = field(default_factory=dict)
+    held_back: set[str] = field(default_factory=set)
+    failures: dict[str, RequestRejectedError] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+    num_prefetches: int = 0
+    num_leased: int = 0
+    num_released: int = 0
+
+    def hold(self, name: str) -> None:
+        self.held_back.add(digest(name))
+
+    def finish_loading(self, name: str) -> None:
+        self.held_back.discard(digest(name))
+
+    def fail(self, name: str, error: RequestRejectedError) -> None:
+        self.failures[digest(name)] = error
+
+    def prefetch(self, digest: str) -> None:
+        self.wanted.add(digest)
+        self.num_prefetches += 1
+
+    def lease(self, digest: str) -> int | None:
+        if digest in self.failures:
+            raise self.failures[digest]
+        assert digest in self.wanted, "leased before it was prefetched"
+        if digest in self.held_back:
+            return None
+        slot = self._slot(digest)
+        if slot is not None:
+            self.leases[digest] = self.leases.get(digest, 0) + 1
+            self.num_leased += 1
+        return slot
+
+    def release(self, digest: str) -> None:
+        assert self.leases.get(digest, 0) > 0, "released more often than leased"
+        self.leases[digest] -= 1
+        self.num_released += 1
+
+    @property
+    def num_leases(self) -> int:
+        return sum(self.leases.values())
+
+    def _slot(self, digest: str) -> int | None:
+        for slot, resident in self.slots.items():
+            if resident == digest:
+                return slot
+        for slot in range(self.num_slots):
+            resident_or_none = self.slots.get(slot)
+            if resident_or_none is None or not self.leases.get(resident_or_none):
+                self.slots[slot] = digest
+                return slot
+        return None
+
+
+@dataclass
+class _Row:
+    """What the runner remembers of a row between steps."""
+
+    num_tokens: int  # known
+    unwritten: dict[int, int]  # position -> token not in the KV cache yet
+    block_ids: list[int]
+    adapter: str | None
+    adapter_slot: int
+    num_prompt_tokens: int
+    seed: int
+    logprobs: int | None
+
+
+@dataclass
+class FakeRunner:
+    """An `Executor` that asserts the contract of `Step` and computes `next_token`."""
+
+    adapters: FakeAdapterPool
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # Called while a step is in flight, after it was launched and before it is collected.
+    in_flight_hook: Callable[[], None] | None = None
+    poisoned_seeds: set[int] = field(default_factory=set)  # their rows' logits are not finite
+    steps: list[Step] = field(default_factory=list)
+    rows: dict[int, _Row] = field(default_factory=dict)
+    _cache: dict[int, tuple[int, int, str | None]] = field(default_factory=dict)
+    _results: list[StepResult] = field(default_factory=list)
+
+    def launch(self, step: Step) -> None:
+        self.steps.append(step)
+        self._forget_and_admit(step)
+        self._check(step)
+        self._results.append(self._compute(step))
+
+    def collect(self) -> StepResult:
+        if self.in_flight_hook is not None:
+            hook, self.in_flight_hook = self.in_flight_hook, None
+            hook()
+        return self._results.pop(0)
+
+    def _forget_and_admit(self, step: Step) -> None:
+        for row in step.freed_rows:
+            del self.rows[row]
+        for new in step.new_rows:
+            assert new.row not in self.rows, "a row was given away twice"
+            assert new.row == min(set(range(self.max_num_seqs)) - set(self.rows)), "not the lowest"
+            self.rows[new.row] = self._new_row(new)
+        for update in step.block_updates:
+            row = self.rows[update.row]
+            assert update.first_index == len(row.block_ids)
+            row.block_ids.extend(update.block_ids)
+
+    def _new_row(self, new: NewRow) -> _Row:
+        adapter = None
+        if new.adapter_slot >= 0:
+            adapter = self.adapters.slots[new.adapter_slot]
+        return _Row(
+            num_tokens=len(new.token_ids),
+            unwritten=dict(enumerate(new.token_ids)),
+            block_ids=list(new.block_ids),
+            adapter=adapter,
+            adapter_slot=new.adapter_slot,
+            num_prompt_tokens=new.num_prompt_tokens,
+            seed=new.sampling.seed,
+            logprobs=new.sampling.logprobs,
+        )
+
+    def _check(self, step: Step) -> None:
+        arrays = (step.rows_B, step.num_computed_B, step.num_scheduled_B)
+        assert all(array.dtype == np.int32 for array in arrays)
+        assert step.samples_B.dtype == np.bool_
+        assert 0 < step.num_tokens <= self.max_num_batched_tokens
+        assert (step.num_scheduled_B >= 1).all()
+        rows = step.rows_B.tolist()
+        assert len(set(rows)) == len(rows)
+        held = [block for row in self.rows.values() for block in row.block_ids]
+        assert len(set(held)) == len(held), "two rows hold one block"
+        assert all(0 <= block < self.num_blocks for block in held)
+        for row in self.rows.values():
+            if row.adapter is not None:
+                assert self.adapters.leases.get(row.adapter, 0) > 0, "a row without a lease"
+                assert self.adapters.slots[row.adapter_slot] == row.adapter, "evicted under a row"
+
+    def _compute(self, step: Step) -> StepResult:
+        tokens, finite, logprobs = [], [], {}
+        for index, row_id in enumerate(step.rows_B.tolist()):
+            row = self.rows[row_id]
+            start, count = int(step.num_computed_B[index]), int(step.num_scheduled_B[index])
+            for position in range(start, start + count):
+                token = row.unwritten.pop(position)
+                self._cache[self._place(row, position)] = (position, token, row.adapter)
+            assert bool(step.samples_B[index]) == (start + count == row.num_tokens)
+            finite.append(row.seed not in self.poisoned_seeds)
+            if not step.samples_B[index]:
+                tokens.append(-1)
+                continue
+            token = next_token(self._read(row), row.adapter, row.seed)
+            row.unwritten[row.num_tokens] = token
+            row.num_tokens += 1
+            tokens.append(token if finite[-1] else -1)
+            if row.logprobs is not None and finite[-1]:
+                logprobs[index] = TokenLogprobs(-float(token), [], [])
+        return StepResult(
+            step_id=step.step_id,
+            token_ids_B=np.array(tokens, dtype=np.int32),
+            is_finite_B=np.array(finite, dtype=np.bool_),
+            logprobs=logprobs,
+        )
+
+    def _place(self, row: _Row, position: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        return row.block_ids[index] * self.block_size + offset
+
+    def _read(self, row: _Row) -> tuple[int, ...]:
+        entries = [self._cache[self._place(row, position)] for position in range(row.num_tokens)]
+        assert [entry[0] for entry in entries] == list(range(row.num_tokens)), "foreign KV read"
+        assert {entry[2] for entry in entries} == {row.adapter}, "another adapter's KV read"
+        return tuple(entry[1] for entry in entries)
+
+
+@dataclass
+class FakeEngine:
+    """A core on the fakes, with everything at hand."""
+
+    core: EngineCore
+    scheduler: Scheduler
+    runner: FakeRunner
+    adapters: FakeAdapterPool
+    pool: BlockPool
+    clock: FakeClock
+
+    def run(self, max_steps: int = 2_000) -> list[TokenEvent]:
+        """Step until idle, checking invariants; all events in order."""
+        events: list[TokenEvent] = []
+        for _ in range(max_steps):
+            if not self.core.has_work():
+                return events
+            events += self.core.step()
+            self.core.check()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def assert_idle(self) -> None:
+        """Nothing is held by anyone."""
+        self.core.check()
+        assert not self.core.has_work()
+        assert self.pool.num_free == self.pool.num_blocks
+        assert self.adapters.num_leases == 0
+        assert self.adapters.num_leased == self.adapters.num_released
+        stats = self.core.stats()
+        assert (stats.num_running, stats.num_waiting, stats.adapter_leases) == (0, 0, 0)
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 32,
+    max_num_seqs: int = 4,
+    max_waiting: int = 100,
+    long_prefill_token_threshold: int | None = None,
+    watermark_blocks: int = 0,
+    max_model_len: int = 64,
+    num_slots: int = 2,
+) -> FakeEngine:
+    """A small engine."""
+    adapters = FakeAdapterPool(num_slots=num_slots)
+    pool = BlockPool(num_blocks)
+    limits = SchedulerLimits(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        watermark_blocks=watermark_blocks,
+    )
+    scheduler = Scheduler(limits, KvManager(pool, block_size), adapters, FcfsPolicy())
+    runner = FakeRunner(
+        adapters=adapters,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    clock = FakeClock()
+    core = EngineCore(
+        scheduler,
+        runner,
+        adapters,
+        clock,
+        limits=ModelLimits(
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=frozenset({EOS}),
+            max_model_len=max_model_len,
+        ),
+    )
+    return FakeEngine(core, scheduler, runner, adapters, pool, clock)
+
+
+@dataclass
+class Outcome:
+    """All that one request's events said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    terminal: TokenEvent | None = None
+
+
+def collect_outcomes(events: list[TokenEvent]) -> dict[str, Outcome]:
+    """Events by request id; asserts that nothing follows a terminal event."""
+    outcomes: dict[str, Outcome] = {}
+    for event in events:
+        outcome = outcomes.setdefault(event.request_id, Outcome())
+        assert outcome.terminal is None, f"{event.request_id} spoke after its end"
+        outcome.token_ids += event.token_ids
+        if event.finish_reason is not None:
+            assert event.usage is not None
+            outcome.terminal = event
+    return outcomes
