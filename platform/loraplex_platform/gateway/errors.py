@@ -1,0 +1,144 @@
+"""What the data plane refuses or fails with, and OpenAI's envelope around it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from loraplex_platform.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    PlatformError,
+    UnavailableError,
+)
+
+
+class MalformedJsonError(InvalidRequestError):
+    """The body is not JSON, or not a JSON object."""
+
+    code = "invalid_json"
+
+
+class UnsupportedParameterError(InvalidRequestError):
+    """A field of OpenAI's API that we do not serve (yet), set to something that matters."""
+
+    code = "unsupported_parameter"
+
+
+class UnknownParameterError(InvalidRequestError):
+    """A field that OpenAI's API does not have."""
+
+    code = "unknown_parameter"
+
+
+class InvalidValueError(InvalidRequestError):
+    """A field has the wrong type or is out of range."""
+
+    code = "invalid_value"
+
+
+class MissingParameterError(InvalidRequestError):
+    """A required field is missing."""
+
+    code = "missing_required_parameter"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and completion do not fit the context; the message has both numbers."""
+
+    code = "context_length_exceeded"
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The base model's chat template refuses these messages."""
+
+    code = "invalid_messages"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The model's chat template refused the messages: {reason}", param="messages"
+        )
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, the method does not."""
+
+    status, code = 405, "method_not_allowed"
+
+
+class RequestTimeoutError(InvalidRequestError):
+    """The client took too long to send its body."""
+
+    status, code = 408, "request_timeout"
+
+
+class AuthBackendUnavailableError(UnavailableError):
+    """Keys cannot be checked right now; never a 401."""
+
+    code = "auth_backend_unavailable"
+
+
+class DatabaseUnavailableError(UnavailableError):
+    """The request could not be put on the books, so it is not run."""
+
+    code = "database_unavailable"
+
+
+class GatewayDrainingError(UnavailableError):
+    """This gateway is shutting down."""
+
+    code = "draining"
+
+
+class EngineLostMidwayError(EngineUnavailableError):
+    """The replica that ran the request died; nothing is billed."""
+
+    code = "engine_lost"
+
+
+class EngineFailedError(PlatformError):
+    """The engine ended this request with an error; nothing is billed."""
+
+    code = "engine_error"
+
+
+class DeadlineExceededError(UnavailableError):
+    """The request took longer than a request may; nothing is billed."""
+
+    status, code = 504, "deadline_exceeded"
+
+
+class AbandonedError(PlatformError):
+    """The client is gone; only the log and the books see this."""
+
+    status: ClassVar[int] = 499
+    code = "client_disconnected"
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`error` of the envelope; all keys always present."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    request_id: str
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+    """Every error of the data plane, in bodies and in streams."""
+
+    error: ErrorBody
+
+
+def envelope(error: PlatformError, request_id: str) -> bytes:
+    """The JSON of an error. `request_id` in it equals the header `x-request-id`."""
+    body = ErrorBody(
+        message=error.message,
+        type=error.type,
+        param=error.param,
+        code=error.error_code,
+        request_id=request_id,
+    )
+    return msgspec.json.encode(ErrorEnvelope(error=body))

@@ -1,0 +1,70 @@
+"""What a gateway measures, under vLLM's metric names with our prefix. One registry per app."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class GatewayMetrics:
+    """A request counts in TTFT once, at its first token; in e2e once, when it is settled."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "loraplex:http_requests",
+            "Answers by endpoint and status code.",
+            ["endpoint", "code"],
+            registry=self.registry,
+        )
+        self.time_to_first_token = Histogram(
+            "loraplex:time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            ["endpoint"],
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.inter_token_latency = Histogram(
+            "loraplex:inter_token_latency_seconds",
+            "Between the arrivals of two tokens of a request.",
+            ["endpoint"],
+            buckets=_STEP_BUCKETS,
+            registry=self.registry,
+        )
+        self.e2e_latency = Histogram(
+            "loraplex:e2e_request_latency_seconds",
+            "From the arrival of a request to its end, whatever the end.",
+            ["endpoint"],
+            buckets=_E2E_BUCKETS,
+            registry=self.registry,
+        )
+        self.requests_finished = Counter(
+            "loraplex:gateway_requests_finished",
+            "Requests by how they ended: stop, length, abort, fault, lost, rejected.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "loraplex:gateway_tokens",
+            "Tokens by class: prompt, cached, billed, absorbed, discarded.",
+            ["token_class"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "loraplex:gateway_requests_in_flight",
+            "Requests reserved and not yet settled here.",
+            registry=self.registry,
+        )
+        self.engines_ready = Gauge(
+            "loraplex:gateway_engines_ready",
+            "Replicas this gateway could send a request to.",
+            registry=self.registry,
+        )
+        self.settle_retries = Counter(
+            "loraplex:gateway_settle_retries",
+            "Settlements that had to be tried again because the database did not answer.",
+            registry=self.registry,
+        )

@@ -1,0 +1,259 @@
+"""OpenAI's shapes for chat completions, completions and models, as msgspec structs.
+
+Requests hold only what we serve; `request_parsing.py` refuses the rest by name before it gets here.
+Responses keep OpenAI's key order and its difference between `null` and absent (`UNSET`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from loraplex_engine.protocol import MAX_LOGPROBS
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_COMPLETION_LOGPROBS = 5
+
+_Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
+_TopP = Annotated[float, Meta(gt=0, le=1)]
+_TopK = Annotated[int, Meta(ge=0, le=2**31 - 1, description="Extra: 0 switches it off.")]
+_Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stop = _StopText | Annotated[list[_StopText], Meta(max_length=MAX_STOPS)]
+_Model = Annotated[str, Meta(min_length=1, max_length=256)]
+
+# ---------------------------------------------------------------------------- requests
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Only together with `stream: true`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # true is refused
+
+
+class ContentPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message; only `text` is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn. What follows `content` is there because clients send our own answers back."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    model: _Model
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: _MaxTokens | None = None
+    max_tokens: _MaxTokens | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    top_k: _TopK | None = None
+    seed: _Seed | None = None
+    stop: _Stop | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+
+class CompletionRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/completions`. `prompt` is checked by `request_parsing.py`."""
+
+    model: _Model
+    prompt: Any
+    max_tokens: _MaxTokens | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    top_k: _TopK | None = None
+    seed: _Seed | None = None
+    stop: _Stop | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+
+# ---------------------------------------------------------------------------- responses
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    """`cached_tokens`: served from this tenant's own prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    """Always zero: no model here hides its reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class UsageReport(Struct, frozen=True, kw_only=True):
+    """What is billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> UsageReport:
+        """From token counts."""
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached),
+            completion_tokens_details=CompletionTokensDetails(),
+        )
+
+
+FinishReasonText = Literal["stop", "length"]
+
+
+class TopLogprob(Struct, frozen=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(Struct, frozen=True):
+    """The token at a position, and its alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    """Logprobs of a chat choice."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Logprobs of a completions choice: parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class AssistantMessage(Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    """The only choice."""
+
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonText
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReport
+    system_fingerprint: str
+
+
+class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a chunk adds."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct, frozen=True, kw_only=True):
+    """The only choice of a chunk."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonText | None = None
+
+
+class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
+    """One frame of a chat stream. `usage` is absent unless the client asked for it."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: UsageReport | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    """The only choice, whole or in a frame."""
+
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonText | None = None
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The whole answer, or one frame of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageReport | UnsetType | None = UNSET
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """A model id that the key may call."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+encode_json = msgspec.json.Encoder().encode

@@ -1,0 +1,235 @@
+"""Request bodies to structs: every field of OpenAI's API is served, or refused by its name.
+
+A field that we do not serve is accepted when it says what happens anyway (`n: 1`, `tools: []`,
+null). Messages name the field and what was expected, never what was sent: an echoed prompt would
+end in other people's logs, and an echoed 5 MB one would be an answer of 5 MB.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from loraplex_platform.gateway.errors import (
+    InvalidValueError,
+    MalformedJsonError,
+    MissingParameterError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+)
+from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest, Message
+from loraplex_platform.gateway.templates import ChatMessage
+
+_Rules = Mapping[str, Callable[[Any], bool]]
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+
+_MAX_NAME_CHARS = 64
+_MAX_MESSAGE_CHARS = 300
+
+
+def _one_of(*values: object) -> Callable[[Any], bool]:
+    # 1 == True in Python, and a flag is not a count.
+    return lambda value: any(type(value) is type(v) and value == v for v in values)
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, list | dict | str) and not value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_map(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+# Values that change nothing; null is one for every field.
+_NEUTRAL_IN_BOTH: Final[dict[str, Callable[[Any], bool]]] = {
+    "n": _one_of(1),
+    "presence_penalty": _is_zero,
+    "frequency_penalty": _is_zero,
+    "logit_bias": _is_empty,
+    "user": _is_text,
+}
+_NEUTRAL_IN_CHAT: Final[_Rules] = {
+    **_NEUTRAL_IN_BOTH,
+    "audio": _never,
+    "function_call": _one_of("none"),
+    "functions": _is_empty,
+    "metadata": _is_text_map,
+    "modalities": _one_of(["text"]),
+    "moderation": _never,
+    "parallel_tool_calls": _is_flag,  # there are no tools that could be called
+    "prediction": _never,
+    "prompt_cache_key": _is_text,
+    "prompt_cache_options": _never,
+    "prompt_cache_retention": _one_of("in_memory"),
+    "reasoning_effort": _one_of("none"),
+    "response_format": _one_of({"type": "text"}),
+    "safety_identifier": _is_text,
+    "service_tier": _one_of("auto", "default"),
+    "store": _one_of(False),
+    "tool_choice": _one_of("none", "auto"),
+    "tools": _is_empty,
+    "verbosity": _one_of("medium"),
+    "web_search_options": _never,
+}
+_NEUTRAL_IN_COMPLETIONS: Final[_Rules] = {
+    **_NEUTRAL_IN_BOTH,
+    "best_of": _one_of(1),
+    "echo": _one_of(False),
+    "suffix": _is_empty,
+}
+
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Parse a chat request; raises an `InvalidRequestError` that names the field."""
+    request = _parse(body, ChatRequest, _NEUTRAL_IN_CHAT)
+    both = (request.max_tokens, request.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise InvalidValueError(
+            "'max_tokens' and 'max_completion_tokens' differ; send one of them.",
+            param="max_tokens",
+        )
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidValueError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Parse a completions request, `prompt` included; raises as `parse_chat` does."""
+    request = _parse(body, CompletionRequest, _NEUTRAL_IN_COMPLETIONS)
+    return msgspec.structs.replace(request, prompt=_parse_prompt(request.prompt))
+
+
+def chat_messages(messages: list[Message]) -> list[ChatMessage]:
+    """The turns as the template takes them; raises an `InvalidRequestError` naming the field."""
+    return [_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _parse(body: bytes, kind: type[RequestT], neutral: _Rules) -> RequestT:
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        raise MalformedJsonError("The body is not valid JSON.") from None
+    if not isinstance(document, dict):
+        raise MalformedJsonError("The body must be a JSON object.")
+    known = set(kind.__struct_fields__)
+    for name, value in document.items():
+        if name in known or value is None:
+            continue
+        if name not in neutral:
+            shown = name[:_MAX_NAME_CHARS]
+            raise UnknownParameterError(f"Unknown parameter: '{shown}'.", param=shown)
+        if not neutral[name](value):
+            raise UnsupportedParameterError(
+                f"'{name}' is not supported yet; leave it out.", param=name
+            )
+    served = {name: value for name, value in document.items() if name in known}
+    try:
+        request = msgspec.convert(served, kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    options = request.stream_options
+    if options is not None:
+        if not request.stream:
+            raise InvalidValueError(
+                "'stream_options' is allowed only with 'stream': true.", param="stream_options"
+            )
+        if options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise UnsupportedParameterError(f"'{name}' is not supported yet.", param=name)
+    return request
+
+
+def _named(message: str) -> InvalidValueError | MissingParameterError | UnknownParameterError:
+    """msgspec's message, which ends in `- at `$.path``, as an error that names the field."""
+    expectation, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").removeprefix(".")
+    field = re.search(r"(missing required|unknown) field `(.*)`$", expectation, re.DOTALL)
+    if field is not None:
+        name = ".".join(part for part in (path, field[2][:_MAX_NAME_CHARS]) if part)
+        if field[1] == "unknown":
+            return UnknownParameterError(f"Unknown parameter: '{name}'.", param=name)
+        return MissingParameterError(f"Missing required parameter: '{name}'.", param=name)
+    expectation = expectation.replace("`", "")[:_MAX_MESSAGE_CHARS]
+    return InvalidValueError(
+        f"Invalid value for '{path}': {expectation[:1].lower()}{expectation[1:]}.", param=path
+    )
+
+
+def _parse_prompt(prompt: object) -> str | list[int]:
+    """A string, a token array, or a list with exactly one of either."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise UnsupportedParameterError(
+                "'prompt' with more than one prompt is not supported yet; send one request each.",
+                param="prompt",
+            )
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(id_) is int for id_ in prompt):
+        return prompt
+    raise InvalidValueError(
+        "Invalid value for 'prompt': expected a string or an array of token ids.", param="prompt"
+    )
+
+
+def _chat_message(message: Message, path: str) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        if message.role in ("tool", "function"):
+            raise UnsupportedParameterError(
+                f"Role '{message.role}' is not supported yet.", param=f"{path}.role"
+            )
+        raise InvalidValueError(
+            f"Invalid value for '{path}.role': expected one of {', '.join(_ROLES)}.",
+            param=f"{path}.role",
+        )
+    for name in ("tool_calls", "function_call", "audio", "refusal", "annotations"):
+        if getattr(message, name):
+            raise UnsupportedParameterError(
+                f"'{path}.{name}' is not supported yet; leave it out.", param=f"{path}.{name}"
+            )
+    return ChatMessage(role, _content_text(message, f"{path}.content"))
+
+
+def _content_text(message: Message, path: str) -> str:
+    content = message.content
+    if content is None:
+        raise MissingParameterError(f"Missing required parameter: '{path}'.", param=path)
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise InvalidValueError(f"Invalid value for '{path}': the array is empty.", param=path)
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise UnsupportedParameterError(
+                f"'{path}[{i}]': only parts of type 'text' are supported yet.",
+                param=f"{path}[{i}].type",
+            )
+        if part.text is None:
+            name = f"{path}[{i}].text"
+            raise MissingParameterError(f"Missing required parameter: '{name}'.", param=name)
+        texts.append(part.text)
+    return "\n".join(texts)

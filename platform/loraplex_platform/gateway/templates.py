@@ -1,0 +1,133 @@
+"""The base model's chat template, in a sandbox: messages in, the prompt's text out.
+
+Equal to transformers' `apply_chat_template` (tested), except for one thing, on purpose: text of the
+caller never becomes a control token. A user who writes `<|im_end|>` gets those ten characters in
+the prompt, not the end of their turn. To that end control tokens in the caller's text are set
+between two private-use characters before rendering, and `tokenization.py` encodes what lies between
+them as plain text. (transformers does the same with `sanitize_control_tokens=True`.)
+
+Only the base model's own template is ever compiled; a client cannot send one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from loraplex_platform.gateway.errors import ChatTemplateError
+
+# Characters that no text means anything with; the caller's own are dropped.
+MARK_START = "\ue0f0"
+MARK_END = "\ue0f1"
+
+_MAX_REASON_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn, as the template sees it."""
+
+    role: str
+    content: str
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: Any,  # noqa: ANN401 - whatever the template holds
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML; prompts are not HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 - templates print the local date
+
+
+class ChatTemplate:
+    """A compiled chat template. Rendering is pure and may run in any thread.
+
+    Args:
+        source: Jinja, from the base model's folder.
+        special_tokens: `bos_token`, `eos_token` and so on, as the template names them.
+        control_tokens: token texts that only the template may write.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], control_tokens: Sequence[str]
+    ) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            autoescape=False,
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt that asks for the next assistant turn; marked as the header says.
+
+        Raises:
+            ChatTemplateError: the template refuses these messages (roles must alternate, ...).
+        """
+        plain = [{"role": m.role, "content": self._mark(m.content)} for m in messages]
+        try:
+            return self._template.render(
+                messages=plain,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            reason = str(error).replace(MARK_START, "").replace(MARK_END, "")
+            raise ChatTemplateError(reason[:_MAX_REASON_CHARS]) from error
+
+    def _mark(self, text: str) -> str:
+        text = text.replace(MARK_START, "").replace(MARK_END, "")
+        return self._control.sub(lambda match: f"{MARK_START}{match[0]}{MARK_END}", text)
+
+
+def split_marked(text: str) -> list[tuple[str, bool]]:
+    """Cut rendered text at the marks: (piece, is the caller's control-token text)."""
+    pieces: list[tuple[str, bool]] = []
+    for index, part in enumerate(re.split(f"[{MARK_START}{MARK_END}]", text)):
+        if part:
+            pieces.append((part, index % 2 == 1))
+    return pieces

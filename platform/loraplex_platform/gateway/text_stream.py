@@ -1,0 +1,105 @@
+"""Output tokens in, text that may be shown out, with the log-probabilities of exactly that text.
+
+Joins `Detokenizer` and `StopMatcher` and answers the question of the bill: which token completed
+the stop string? Unit of all offsets: characters of the completion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loraplex_engine.protocol import TokenLogprobs
+
+from loraplex_platform.gateway.detokenizer import Detokenizer, TokenBytes
+from loraplex_platform.gateway.stops import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token whose text has been released, with where that text starts."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """What one push released."""
+
+    text: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
+
+    def extend(self, other: TextPiece) -> None:
+        """Append what a later push released."""
+        self.text += other.text
+        self.tokens += other.tokens
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldToken:
+    token_id: int
+    logprobs: TokenLogprobs
+    start: int
+    end: int  # one past its last character; counts an unfinished character as one
+
+
+class TextStream:
+    """One completion's text."""
+
+    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(token_bytes)
+        self._matcher = StopMatcher(stops)
+        self._held: deque[_HeldToken] = deque()
+        self._num_decoded = 0
+        self._num_shown = 0
+        self.num_tokens = 0
+        self.is_stopped = False  # a stop string completed, with token number `num_tokens`
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> TextPiece:
+        """Take one output token; an end token goes to `count`. Nothing after `is_stopped`."""
+        self.num_tokens += 1
+        start = self._num_decoded
+        text = self._detokenizer.push(token_id)
+        self._num_decoded += len(text)
+        if logprobs is not None:
+            end = self._num_decoded + self._detokenizer.has_pending
+            self._held.append(_HeldToken(token_id, logprobs, start, end))
+        match = self._matcher.push(text)
+        self.is_stopped = match.is_stopped
+        return self._release(match.text, is_last=match.is_stopped)
+
+    def count(self) -> None:
+        """Take one output token that has no text: the end token."""
+        self.num_tokens += 1
+
+    def finish(self) -> TextPiece:
+        """The rest, when generation ended; nothing more after a stop string."""
+        if self.is_stopped:
+            return TextPiece()
+        tail = self._detokenizer.flush()
+        self._num_decoded += len(tail)
+        match = self._matcher.push(tail)
+        text = match.text if match.is_stopped else match.text + self._matcher.flush()
+        return self._release(text, is_last=True)
+
+    def _release(self, text: str, *, is_last: bool) -> TextPiece:
+        self._num_shown += len(text)
+        piece = TextPiece(text)
+        while self._held and self._held[0].end <= self._num_shown:
+            held = self._held.popleft()
+            piece.tokens.append(ShownToken(held.token_id, held.logprobs, held.start))
+        if is_last:
+            # The token in which the stop string begins is shown if some of its text is.
+            piece.tokens += [
+                ShownToken(held.token_id, held.logprobs, held.start)
+                for held in self._held
+                if held.start < self._num_shown
+            ]
+            self._held.clear()
+        return piece
