@@ -193,12 +193,12 @@ class Scheduler:
         Returns:
             False when it could not grow and does not run any more.
         """
-        num_held = self._kv.num_blocks_of(request.seq)
         while True:
             blocks = self._kv.grow(request.seq, request.num_tokens)
             if blocks is not None:
                 if blocks:
-                    update = BlockUpdate(request.row, num_held, tuple(blocks))
+                    first_index = self._kv.num_blocks_of(request.seq) - len(blocks)
+                    update = BlockUpdate(request.row, first_index, tuple(blocks))
                     batch.block_updates.append(update)
                 return True
             victim = self._running[-1]

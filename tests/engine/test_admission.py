@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from loraplex_engine.admission import ModelLimits, check_request
 from loraplex_engine.errors import InvalidRequestError, NeverFitsError
+
 from tests.support.engine_fakes import EOS, VOCAB_SIZE, digest, make_request
 
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}), max_model_len=64)

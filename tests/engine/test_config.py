@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from loraplex_engine.config import EngineConfig, EngineSizes, kv_bytes_per_token
 from loraplex_engine.errors import ConfigError
 

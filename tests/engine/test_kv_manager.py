@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from loraplex_engine.kv.block_pool import BlockPool
 from loraplex_engine.kv.manager import KvManager
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from loraplex_engine.policies import FcfsPolicy
 from loraplex_engine.request import Request
+
 from tests.support.engine_fakes import make_request
 
 

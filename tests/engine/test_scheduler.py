@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from loraplex_engine.errors import (
+    AdapterInvalidError,
+    AdapterUnavailableError,
+    RequestRejectedError,
+)
+from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
-from loraplex_engine.errors import AdapterInvalidError, AdapterUnavailableError
-from loraplex_engine.protocol import Generate, TokenEvent
 from tests.support.engine_fakes import (
     FakeEngine,
     collect_outcomes,
@@ -291,7 +295,7 @@ def test_a_dropped_adapter_is_asked_for_again_while_its_request_waits() -> None:
         (AdapterInvalidError("digest mismatch"), "adapter_invalid"),
     ],
 )
-def test_a_failed_adapter_ends_only_its_requests(error: Exception, code: str) -> None:
+def test_a_failed_adapter_ends_only_its_requests(error: RequestRejectedError, code: str) -> None:
     engine = make_engine()
     engine.adapters.fail("bad", error)
     victims = [make_request("base"), make_request("good", adapter="good")]
@@ -310,7 +314,7 @@ def test_a_failed_adapter_ends_only_its_requests(error: Exception, code: str) ->
         assert terminal is not None
         assert (terminal.finish_reason, terminal.error_code) == ("error", code)
         assert terminal.error_message == str(error)
-        assert terminal.usage.prompt_tokens == terminal.usage.completion_tokens == 0
+        assert terminal.usage == Usage(prompt_tokens=0, completion_tokens=0)
     assert_all_solo(engine, victims, events)
 
 
@@ -348,7 +352,7 @@ def test_a_request_still_waiting_at_its_deadline_is_dropped_before_prefill() -> 
     terminal = outcomes["stale"].terminal
     assert terminal is not None
     assert (terminal.finish_reason, terminal.error_code) == ("error", "deadline_exceeded")
-    assert terminal.usage.prompt_tokens == 0
+    assert terminal.usage == Usage(prompt_tokens=0, completion_tokens=0)
     rest = collect_outcomes(engine.run())
     assert {name for name, outcome in rest.items() if outcome.terminal} == {"running", "patient"}
 

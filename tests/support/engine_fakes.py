@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from loraplex_engine.admission import ModelLimits
 from loraplex_engine.core import EngineCore
 from loraplex_engine.errors import RequestRejectedError
@@ -208,9 +207,9 @@ class FakeRunner:
             assert new.row == min(set(range(self.max_num_seqs)) - set(self.rows)), "not the lowest"
             self.rows[new.row] = self._new_row(new)
         for update in step.block_updates:
-            row = self.rows[update.row]
-            assert update.first_index == len(row.block_ids)
-            row.block_ids.extend(update.block_ids)
+            table = self.rows[update.row].block_ids
+            assert update.first_index == len(table)
+            table.extend(update.block_ids)
 
     def _new_row(self, new: NewRow) -> _Row:
         adapter = None
