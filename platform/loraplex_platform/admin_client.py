@@ -1,0 +1,235 @@
+"""A synchronous client of the control API, for the command line, the demo and `loraplex verify`.
+
+Answers stay the dicts of the API: whoever needs one field reads it. A refusal is an `AdminApiError` with
+the API's own message, which already says what to do.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import httpx
+
+PAGE_SIZE = 100
+TIMEOUT_S = 30.0
+# An upload is validated and probed before it is answered.
+UPLOAD_TIMEOUT_S = 300.0
+
+Json = dict[str, Any]
+Progress = Callable[[int, int], None]  # bytes sent, bytes in all
+
+
+class AdminApiError(Exception):
+    """The control API refused, or could not be reached (`status` is None then)."""
+
+    def __init__(
+        self, message: str, *, status: int | None, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class AdminClient:
+    """Calls `/admin/v1` with an admin key."""
+
+    def __init__(self, control_url: str, admin_key: str) -> None:
+        self._http = httpx.Client(
+            base_url=f"{control_url}/admin/v1",
+            headers={"Authorization": f"Bearer {admin_key}"},
+            timeout=TIMEOUT_S,
+        )
+        self._control_url = control_url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    # ------------------------------------------------------------------------ tenants and keys
+
+    def find_tenant(self, slug_or_id: str) -> Json | None:
+        """The tenant with this slug or id, or None."""
+        for tenant in self._pages("/tenants"):
+            if slug_or_id in {tenant["slug"], tenant["id"]}:
+                return tenant
+        return None
+
+    def tenant(self, slug_or_id: str) -> Json:
+        """As `find_tenant`.
+
+        Raises:
+            AdminApiError: there is none.
+        """
+        found = self.find_tenant(slug_or_id)
+        if found is None:
+            raise AdminApiError(f"there is no tenant {slug_or_id}", status=404, code="not_found")
+        return found
+
+    def create_tenant(self, slug: str, name: str) -> Json:
+        """A new tenant."""
+        return self._json("POST", "/tenants", json={"slug": slug, "name": name})
+
+    def keys(self, tenant_id: str) -> list[Json]:
+        """All keys of a tenant, without their secrets."""
+        return list(self._pages(f"/tenants/{tenant_id}/keys"))
+
+    def create_key(self, tenant_id: str, name: str, expires_at: int | None = None) -> Json:
+        """A new key; its secret is in this answer and nowhere else."""
+        body: Json = {"name": name}
+        if expires_at is not None:
+            body["expires_at"] = expires_at
+        return self._json("POST", f"/tenants/{tenant_id}/keys", json=body)
+
+    def revoke_key(self, tenant_id: str, key_id: str) -> None:
+        """The key stops working at its next request."""
+        self._call("DELETE", f"/tenants/{tenant_id}/keys/{key_id}")
+
+    # ------------------------------------------------------------------------ adapters
+
+    def adapters(self, tenant_id: str) -> list[Json]:
+        """All adapters of a tenant with their versions."""
+        return list(self._pages(f"/tenants/{tenant_id}/adapters"))
+
+    def upload_adapter(
+        self, tenant_id: str, name: str, folder: Path, on_progress: Progress | None = None
+    ) -> Json:
+        """Upload a PEFT folder; the same content again gives the same version.
+
+        Args:
+            on_progress: told after each piece of the tensor file.
+
+        Raises:
+            AdminApiError: refused; `param` is the field, the message says what is wrong with it.
+            OSError: a file could not be read.
+        """
+        with (
+            (folder / "adapter_config.json").open("rb") as config,
+            _CountingFile(folder / "adapter_model.safetensors", on_progress) as model,
+        ):
+            return self._json(
+                "POST",
+                f"/tenants/{tenant_id}/adapters",
+                data={"name": name},
+                files={
+                    "adapter_config": ("adapter_config.json", config, "application/json"),
+                    "adapter_model": (
+                        "adapter_model.safetensors",
+                        model,
+                        "application/octet-stream",
+                    ),
+                },
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+
+    def deployments(self, tenant_id: str) -> list[Json]:
+        """All deployments of a tenant."""
+        return list(self._pages(f"/tenants/{tenant_id}/deployments"))
+
+    def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Json:
+        """Let the model `name` answer with this version (None: the base)."""
+        return self._json(
+            "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
+        )
+
+    # ------------------------------------------------------------------------ the rest
+
+    def find_user(self, email: str) -> Json | None:
+        """The user with this address, or None."""
+        for user in self._pages("/users"):
+            if user["email"].lower() == email.lower():
+                return user
+        return None
+
+    def create_user(self, email: str, password: str, role: str) -> Json:
+        """A console user."""
+        return self._json(
+            "POST", "/users", json={"email": email, "password": password, "role": role}
+        )
+
+    def usage(self, start_time: int, end_time: int, group_by: list[str]) -> list[Json]:
+        """Usage in one bucket per day and group."""
+        params: Json = {
+            "start_time": start_time,
+            "end_time": end_time,
+            "bucket_width": "1d",
+            "group_by[]": group_by,
+            "limit": PAGE_SIZE,
+        }
+        return cast(list[Json], self._json("GET", "/usage", params=params)["data"])
+
+    def fleet(self) -> Json:
+        """Replicas with their statistics, and gateways."""
+        return self._json("GET", "/fleet")
+
+    def invariants(self) -> Json:
+        """The identity of generated and billed tokens, and the other checks."""
+        return self._json("GET", "/invariants")
+
+    # ------------------------------------------------------------------------ transport
+
+    def _pages(self, path: str) -> Iterator[Json]:
+        after: str | None = None
+        while True:
+            params: Json = {"limit": PAGE_SIZE} | ({"after": after} if after else {})
+            page = self._json("GET", path, params=params)
+            yield from page["data"]
+            if not page.get("has_more"):
+                return
+            after = page["last_id"]
+
+    def _json(self, method: str, path: str, **arguments: Any) -> Json:  # noqa: ANN401 - httpx's own
+        return cast(Json, self._call(method, path, **arguments).json())
+
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.TransportError as error:
+            raise AdminApiError(
+                f"the control API at {self._control_url} cannot be reached ({error}): "
+                "is the fleet running?",
+                status=None,
+            ) from error
+        if response.is_error:
+            raise _refusal(response)
+        return response
+
+
+class _CountingFile(io.FileIO):
+    """A file that tells how much of it has been read."""
+
+    def __init__(self, path: Path, on_progress: Progress | None) -> None:
+        super().__init__(path)
+        self._on_progress = on_progress
+        self._total_bytes = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As `FileIO.read`."""
+        piece = super().read(-1 if size is None else size)
+        if self._on_progress is not None:
+            self._on_progress(self.tell(), self._total_bytes)
+        return piece or b""
+
+
+def _refusal(response: httpx.Response) -> AdminApiError:
+    try:
+        error: Mapping[str, Any] = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return AdminApiError(f"HTTP {response.status_code}", status=response.status_code)
+    return AdminApiError(
+        str(error.get("message") or f"HTTP {response.status_code}"),
+        status=response.status_code,
+        code=error.get("code"),
+        param=error.get("param"),
+    )

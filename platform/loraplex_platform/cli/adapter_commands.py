@@ -1,0 +1,190 @@
+"""`loraplex adapters`: upload, list, deploy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loraplex_platform.cli.errors import CommandError, CommandGroup
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    open_admin,
+)
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="LoRA adapters of tenants.")
+
+
+@app.command()
+def upload(
+    folder: Annotated[
+        Path, typer.Argument(help="PEFT folder: adapter_config.json, adapter_model.safetensors.")
+    ],
+    tenant: TenantOption,
+    name: Annotated[
+        str | None, typer.Option(show_default="the folder's", help="Name of the adapter.")
+    ] = None,
+    deploy_as: Annotated[
+        str | None, typer.Option("--deploy", help="Deploy it at once under this model name.")
+    ] = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Upload an adapter, have it checked and tried, and show the report.
+
+    The same content again gives the same version.
+
+    Example:
+
+      loraplex adapters upload examples/adapters/pirate --tenant acme --deploy pirate
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+
+    for file_name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file_name).is_file():
+            raise CommandError(f"{folder} has no {file_name}: give a folder that PEFT saved")
+    console = Console(highlight=False)
+    columns = (
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+    )
+    with (
+        open_admin(data_dir, control_url) as admin,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        tenant_id = admin.tenant(tenant)["id"]
+        row = progress.add_task("uploading", total=None)
+
+        def on_progress(sent_bytes: int, total_bytes: int) -> None:
+            is_sent = sent_bytes >= total_bytes
+            progress.update(
+                row,
+                completed=sent_bytes,
+                total=total_bytes,
+                description="checking and trying it" if is_sent else "uploading",
+            )
+
+        adapter = admin.upload_adapter(
+            tenant_id, name or folder.resolve().name, folder, on_progress=on_progress
+        )
+        progress.update(row, description="checked")
+        if deploy_as is not None:
+            admin.deploy(tenant_id, deploy_as, adapter["version"]["id"])
+    _show_report(console, adapter)
+    if deploy_as is not None:
+        console.print(f"Deployed: {tenant}'s model [bold]{deploy_as}[/bold] answers with it now.")
+
+
+@app.command("list")
+def list_adapters(
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List a tenant's adapters, their versions and where each is deployed.
+
+    Example:
+
+      loraplex adapters list --tenant acme
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        adapters = admin.adapters(tenant_id)
+        deployments = admin.deployments(tenant_id)
+    console = Console(highlight=False)
+    if not adapters:
+        console.print(f"{tenant} has no adapters yet: loraplex adapters upload FOLDER -t {tenant}")
+        return
+    table = Table("adapter", "version", "id", "rank", "size", "status", "deployed as")
+    for adapter in adapters:
+        for version in adapter["versions"]:
+            models = [
+                item["name"]
+                for item in deployments
+                if item["revision"]["version_id"] == version["id"]
+            ]
+            table.add_row(
+                adapter["name"],
+                str(version["version"]),
+                version["id"],
+                str(version["rank"]),
+                f"{version['size_bytes'] / 1e6:.1f} MB",
+                version["status"],
+                ", ".join(models) or "-",
+            )
+    console.print(table)
+
+
+@app.command()
+def deploy(
+    model: Annotated[str, typer.Argument(help="The name that clients will use as the model.")],
+    tenant: TenantOption,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            help="A version's id (ver_...), or ADAPTER for its newest, or ADAPTER:NUMBER."
+        ),
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Answer with the base model.")] = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Let a model name answer with a version, from the next request on.
+
+    Examples:
+
+      loraplex adapters deploy support --tenant acme --version pirate
+
+      loraplex adapters deploy support --tenant acme --version pirate:1
+
+      loraplex adapters deploy support --tenant acme --base
+    """
+    if (version is None) is not base:
+        raise CommandError("give either --version or --base")
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        version_id = None if version is None else _find_version(admin.adapters(tenant_id), version)
+        deployment = admin.deploy(tenant_id, model, version_id)
+    revision = deployment["revision"]
+    what = "the base model" if version_id is None else f"{revision['adapter_name']} ({version_id})"
+    typer.echo(f"{tenant}'s {model} is now {what}, revision {revision['number']}")
+
+
+def _find_version(adapters: list[dict[str, Any]], wanted: str) -> str:
+    name, _, number = wanted.partition(":")
+    for adapter in adapters:
+        for version in sorted(adapter["versions"], key=lambda item: -int(item["version"])):
+            is_named = adapter["name"] == name and number in {"", str(version["version"])}
+            if version["id"] == wanted or is_named:
+                return str(version["id"])
+    raise CommandError(f"there is no version {wanted}: see `loraplex adapters list`")
+
+
+def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401 - rich is imported late
+    from rich.markup import escape
+    from rich.table import Table
+
+    version = adapter["version"]
+    report = version.get("report") or {}
+    console.print(
+        f"[bold]{escape(adapter['name'])}[/bold] version {version['version']} is {version['status']}: "
+        f"{version['id']}, rank {version['rank']}, {version['size_bytes'] / 1e6:.1f} MB"
+    )
+    for check in report.get("checks", []):
+        mark = "[green]✓[/green]" if check["ok"] else "[red]✗[/red]"
+        console.print(f"  {mark} {escape(check['name'])}  {escape(str(check.get('detail') or ''))}")
+    samples = (report.get("probe") or {}).get("samples", [])
+    if samples:
+        table = Table("prompt", "base", "adapter", show_lines=True)
+        for sample in samples:
+            table.add_row(*(escape(str(sample[key])) for key in ("prompt", "base", "adapter")))
+        console.print(table)

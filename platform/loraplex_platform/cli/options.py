@@ -1,0 +1,57 @@
+"""Flags that several commands share, and how a command finds the control API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraplex_platform.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from loraplex_platform.admin_client import AdminClient
+
+DataDirOption = Annotated[
+    Path,
+    typer.Option(envvar="LORAPLEX_DATA_DIR", help="Data, secrets and logs of a local fleet."),
+]
+ControlUrlOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="LORAPLEX_CONTROL_URL",
+        show_default="that of the running local fleet",
+        help="Address of the control API.",
+    ),
+]
+TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="Slug or id of the tenant.")]
+
+
+def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
+    """A client of the control API: by URL and LORAPLEX_ADMIN_KEY, or of the local fleet.
+
+    The admin key is never a flag: command lines are everybody's to read.
+
+    Raises:
+        CommandError: neither is known.
+    """
+    import os
+
+    from loraplex_platform.admin_client import AdminClient
+    from loraplex_platform.local.data_dir import DataDir, read_json
+
+    folder = DataDir(data_dir.expanduser().resolve())
+    admin_key = os.environ.get("LORAPLEX_ADMIN_KEY")
+    if control_url is None:
+        state = read_json(folder.state_file)
+        if state is None:
+            raise CommandError(
+                f"no fleet runs on {data_dir}: start one with `loraplex up`, name its --data-dir, or give "
+                "--control-url (and LORAPLEX_ADMIN_KEY)"
+            )
+        control_url = str(state["control_url"])
+        secrets = read_json(folder.secrets_file) or {}
+        admin_key = secrets.get("admin_key", admin_key)
+    if not admin_key:
+        raise CommandError("set LORAPLEX_ADMIN_KEY to an admin key of that control API")
+    return AdminClient(control_url, admin_key)

@@ -1,0 +1,100 @@
+"""What `loraplex up` shows while it starts, runs and stops: spinners on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
+
+from loraplex_platform.local.supervisor import Event, State
+
+_MARKS: dict[State, tuple[str, str]] = {
+    "waiting": ("·", "dim"),
+    "starting": ("…", "cyan"),
+    "ready": ("✓", "green"),
+    "restarting": ("!", "yellow"),
+    "stopping": ("…", "cyan"),
+    "stopped": ("✓", "green"),
+}
+
+
+class Display:
+    """Listens to a supervisor. As a context it animates; outside it prints each event as a line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._rows: dict[str, TaskID] = {}
+        self._started = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this display was made."""
+        return time.monotonic() - self._started
+
+    def __enter__(self) -> Self:
+        """Animate from now on, if this is a terminal."""
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.description}"),
+                console=self._console,
+                transient=False,
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the last picture on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._rows.clear()
+
+    def step(self, name: str, text: str, *, is_done: bool = False) -> None:
+        """A step of the start that is not a service."""
+        self._show(name, "ready" if is_done else "starting", text)
+
+    def __call__(self, event: Event) -> None:
+        """Show one event of the supervisor."""
+        detail = {
+            "waiting": "waiting",
+            "starting": "starting",
+            "ready": f"ready ({event.detail})" if event.detail else "ready",
+            "restarting": event.detail,
+            "stopping": "stopping",
+            "stopped": "stopped" + (f" ({event.detail})" if event.detail else ""),
+        }[event.state]
+        self._show(event.service, event.state, detail)
+        for line in event.last_lines:
+            self._console.print(Text(f"    {line}", style="dim"), soft_wrap=True)
+
+    def _show(self, name: str, state: State, detail: str) -> None:
+        if self._progress is None:
+            # Lines are for events that say something; "waiting" and "stopping" only fill a log.
+            if state not in {"waiting", "stopping", "starting"}:
+                mark, style = _MARKS[state]
+                self._console.print(
+                    Text.assemble((mark, style), f" {name:<9} {detail}"), soft_wrap=True
+                )
+            return
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows[name] = self._progress.add_task("", total=1)
+        is_settled = state in {"ready", "stopped"}
+        style = "yellow" if state == "restarting" else ("" if is_settled else "dim")
+        text = f"{name:<9} {detail}"
+        self._progress.update(
+            row,
+            completed=1 if is_settled else 0,
+            description=f"[{style}]{text}[/]" if style else text,
+        )
