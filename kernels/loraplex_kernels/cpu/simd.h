@@ -1,0 +1,150 @@
+/* Eight floats with a true fused multiply-add, and bf16 conversion: what the kernels here build on.
+ *
+ * Every operation has one fixed order of additions; nothing is left for the compiler to reassociate
+ * or to fuse (build with -ffp-contract=off and without -ffast-math).
+ */
+#ifndef LORAPLEX_SIMD_H
+#define LORAPLEX_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float widen_bf16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* Round to nearest, ties to even, as torch does; NaN stays NaN. */
+INLINE uint16_t narrow_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint16_t rounded = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    return value != value ? (uint16_t)0x7fc0 : rounded;
+}
+
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+
+typedef __m256 v8;
+INLINE v8 v8_zero(void) { return _mm256_setzero_ps(); }
+INLINE v8 v8_all(float value) { return _mm256_set1_ps(value); }
+INLINE v8 v8_load(const float *from) { return _mm256_loadu_ps(from); }
+INLINE void v8_store(float *to, v8 value) { _mm256_storeu_ps(to, value); }
+INLINE v8 v8_add(v8 a, v8 b) { return _mm256_add_ps(a, b); }
+INLINE v8 v8_sub(v8 a, v8 b) { return _mm256_sub_ps(a, b); }
+INLINE v8 v8_mul(v8 a, v8 b) { return _mm256_mul_ps(a, b); }
+INLINE v8 v8_max(v8 a, v8 b) { return _mm256_max_ps(a, b); }
+INLINE v8 v8_fma(v8 a, v8 b, v8 sum) { return _mm256_fmadd_ps(a, b, sum); }
+INLINE v8 v8_load_bf16(const uint16_t *from) {
+    __m128i bits = _mm_loadu_si128((const __m128i *)from);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+/* The first `count` lanes of a, the others of b. */
+INLINE v8 v8_first(v8 a, v8 b, int count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 mask = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
+    return _mm256_blendv_ps(b, a, mask);
+}
+/* Lane j of the result is the sum of the lanes of part[j]. */
+INLINE v8 v8_sum_each(const v8 *part) {
+    __m256 ab = _mm256_hadd_ps(part[0], part[1]), cd = _mm256_hadd_ps(part[2], part[3]);
+    __m256 ef = _mm256_hadd_ps(part[4], part[5]), gh = _mm256_hadd_ps(part[6], part[7]);
+    __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
+    __m256 low = _mm256_permute2f128_ps(abcd, efgh, 0x20);
+    __m256 high = _mm256_permute2f128_ps(abcd, efgh, 0x31);
+    return _mm256_add_ps(low, high);
+}
+/* 2^n for integral n in [-126, 127]. */
+INLINE v8 v8_power_of_two(v8 n) {
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+INLINE v8 v8_round(v8 a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif defined(FP_FAST_FMAF)
+typedef struct { float lane[8]; } v8;
+#define EACH_LANE for (int i = 0; i < 8; i++)
+INLINE v8 v8_all(float value) { v8 r; EACH_LANE r.lane[i] = value; return r; }
+INLINE v8 v8_zero(void) { return v8_all(0.0f); }
+INLINE v8 v8_load(const float *from) { v8 r; memcpy(r.lane, from, sizeof r); return r; }
+INLINE void v8_store(float *to, v8 value) { memcpy(to, value.lane, sizeof value); }
+INLINE v8 v8_add(v8 a, v8 b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
+INLINE v8 v8_sub(v8 a, v8 b) { EACH_LANE a.lane[i] -= b.lane[i]; return a; }
+INLINE v8 v8_mul(v8 a, v8 b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+/* As the x86 instruction: b where either is NaN. */
+INLINE v8 v8_max(v8 a, v8 b) {
+    EACH_LANE a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+    return a;
+}
+INLINE v8 v8_fma(v8 a, v8 b, v8 sum) {
+    EACH_LANE sum.lane[i] = fmaf(a.lane[i], b.lane[i], sum.lane[i]);
+    return sum;
+}
+INLINE v8 v8_load_bf16(const uint16_t *from) {
+    v8 r; EACH_LANE r.lane[i] = widen_bf16(from[i]); return r;
+}
+INLINE v8 v8_first(v8 a, v8 b, int count) {
+    EACH_LANE a.lane[i] = i < count ? a.lane[i] : b.lane[i];
+    return a;
+}
+INLINE v8 v8_sum_each(const v8 *part) {
+    v8 r;
+    for (int j = 0; j < 8; j++) {
+        const float *t = part[j].lane;
+        r.lane[j] = ((t[0] + t[1]) + (t[2] + t[3])) + ((t[4] + t[5]) + (t[6] + t[7]));
+    }
+    return r;
+}
+INLINE v8 v8_power_of_two(v8 n) { EACH_LANE n.lane[i] = ldexpf(1.0f, (int)n.lane[i]); return n; }
+INLINE v8 v8_round(v8 a) { EACH_LANE a.lane[i] = nearbyintf(a.lane[i]); return a; }
+#else
+#error "these kernels need a CPU with fused multiply-add"
+#endif
+
+/* The sum of all lanes, in one tree. */
+INLINE float v8_total(v8 a) {
+    float t[8];
+    v8_store(t, a);
+    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+
+INLINE float v8_top(v8 a) {
+    float t[8];
+    v8_store(t, a);
+    float top = t[0];
+    for (int i = 1; i < 8; i++)
+        if (t[i] > top || t[i] != t[i]) top = t[i];
+    return top;
+}
+
+/* e^a for a <= 0 (softmax never needs more), within 2 ulp; e^-87 below -87; NaN stays NaN.
+ * e^a = 2^n e^r with |r| <= ln(2)/2; e^r by a polynomial of degree 6 (Taylor, error < 2e-8). */
+INLINE v8 v8_exp(v8 a) {
+    const v8 clipped = v8_max(v8_all(-87.0f), a);
+    const v8 n = v8_round(v8_mul(clipped, v8_all(1.44269504088896341f)));
+    v8 r = v8_fma(n, v8_all(-0.693359375f), clipped);
+    r = v8_fma(n, v8_all(2.12194440e-4f), r);
+    v8 p = v8_all(1.0f / 5040.0f);
+    p = v8_fma(p, r, v8_all(1.0f / 720.0f));
+    p = v8_fma(p, r, v8_all(1.0f / 120.0f));
+    p = v8_fma(p, r, v8_all(1.0f / 24.0f));
+    p = v8_fma(p, r, v8_all(1.0f / 6.0f));
+    p = v8_fma(p, r, v8_all(0.5f));
+    p = v8_fma(p, r, v8_all(1.0f));
+    p = v8_fma(p, r, v8_all(1.0f));
+    return v8_mul(p, v8_power_of_two(n));
+}
+
+INLINE float v8_exp_one(float a) {
+    float t[8];
+    v8_store(t, v8_exp(v8_all(a)));
+    return t[0];
+}
+
+#endif
