@@ -117,11 +117,11 @@ def create_sync_database_engine(
 
 
 def _translate(context: ExceptionContext) -> None:
-    """Replace errors that mean "not there" by ours; all others stay what they are."""
+    """Raise our error instead of one that means "not there"; all others stay what they are."""
     if context.is_pre_ping:
         return  # the pool itself replaces the stale connection
     if context.is_disconnect or _means_unavailable(context.original_exception):
-        context.chained_exception = DatabaseUnavailableError()
+        raise DatabaseUnavailableError
 
 
 def _means_unavailable(error: BaseException) -> bool:

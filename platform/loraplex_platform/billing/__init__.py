@@ -1,0 +1,1 @@
+"""Prices, and money as exact integers."""

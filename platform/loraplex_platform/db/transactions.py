@@ -1,0 +1,54 @@
+"""Run a short transaction again when Postgres says that it lost a race."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+from sqlalchemy import exc
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
+
+log = structlog.get_logger(__name__)
+
+MAX_TRIES = 8
+_LOST_RACES = ("40001", "40P01")  # serialization failure, deadlock: nothing was done
+
+Result = TypeVar("Result")
+
+
+async def run_transaction(
+    sessions: SessionFactory,
+    work: Callable[[AsyncSession], Awaitable[Result]],
+    *,
+    is_idempotent: bool = False,
+) -> Result:
+    """`work` in one transaction, tried again with the same arguments after a lost race.
+
+    Args:
+        is_idempotent: also try once more when the connection broke, perhaps during COMMIT: `work`
+            must then tell by itself whether its first run was committed.
+
+    Raises:
+        DatabaseUnavailableError: the database is down. Whether the work was committed is unknown.
+    """
+    may_reconnect = is_idempotent
+    for tries in range(1, MAX_TRIES + 1):
+        try:
+            async with sessions.begin() as session:
+                return await work(session)
+        except exc.DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) not in _LOST_RACES or tries == MAX_TRIES:
+                raise
+            log.info("transaction_retried", sqlstate=getattr(error.orig, "sqlstate", None))
+        except DatabaseUnavailableError:
+            if not may_reconnect:
+                raise
+            may_reconnect = False
+        # Losers of one race must not meet again in step.
+        await asyncio.sleep(random.uniform(0.001, 0.005) * 2**tries)  # noqa: S311 # not a secret
+    raise AssertionError("the last try returns or raises")

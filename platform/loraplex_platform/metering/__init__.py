@@ -1,0 +1,1 @@
+"""Requests reserved before work and settled after it, exactly once, and the checks that prove it."""

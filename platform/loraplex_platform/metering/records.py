@@ -1,0 +1,83 @@
+"""What gateways, probes and the sweeper hand to the metering service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from uuid import UUID
+
+from loraplex_platform.metering.policy import AttemptUsage, RequestKind
+
+LEASE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A request about to be dispatched.
+
+    Attributes:
+        key_id: the tenant's key; None exactly for a probe.
+        owner: the process that will settle it (gateway id).
+        est_completion_tokens: the effective max_tokens.
+        has_stop_strings: whether the gateway looks for stop strings in the text.
+    """
+
+    request_id: UUID
+    tenant_id: UUID
+    key_id: UUID | None
+    endpoint: str
+    model: str
+    owner: str
+    est_prompt_tokens: int
+    est_completion_tokens: int
+    is_stream: bool = False
+    has_stop_strings: bool = False
+    deployment_id: UUID | None = None
+    revision_id: UUID | None = None
+    adapter_version_id: UUID | None = None
+    replica_id: str | None = None
+    attempt: int = 1
+    kind: RequestKind = "user"
+    lease_s: float = LEASE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation that stands. Renew before `lease_until`, settle with `lease_token`."""
+
+    lease_token: int
+    lease_until: datetime
+    price_book_id: UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A sign of life: the tokens that have reached us so far are the checkpoint."""
+
+    request_id: UUID
+    lease_token: int
+    checkpoint_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """How a request ended. `earlier` are attempts that failed before the one in `usage`."""
+
+    request_id: UUID
+    lease_token: int
+    usage: AttemptUsage
+    settled_by: str
+    earlier: tuple[AttemptUsage, ...] = ()
+    finish_reason: str | None = None
+    http_status: int | None = None
+    error_code: str | None = None
+    ttft_ms: int | None = None
+    e2e_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettleResult:
+    """`applied` False: another holder of a newer lease settled or voided it; nothing was written."""
+
+    applied: bool
+    amount_pico: int = 0

@@ -1,0 +1,171 @@
+"""Reserve before work, settle after it: two short transactions per request, exactly once.
+
+TX1 (`reserve`) writes the request's row with a lease. The owner renews the lease while the engine
+works, outside any transaction. TX2 (`settle`) is a compare-and-set on the lease token that writes the
+attempts and one ledger row. Whoever raises the token (the sweeper) wins; the other one's TX2 does
+nothing. Every function is safe to call again with the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.billing.prices import NoPriceError, prices_of, target_of
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.transactions import run_transaction
+from loraplex_platform.errors import ConflictError, InvalidApiKeyError, PlatformError
+from loraplex_platform.metering import queries
+from loraplex_platform.metering.policy import RequestKind, split
+from loraplex_platform.metering.records import (
+    LEASE_S,
+    Renewal,
+    Reservation,
+    Reserved,
+    Settlement,
+    SettleResult,
+)
+from loraplex_platform.tenancy.authentication import check_live, check_tenant
+
+log = structlog.get_logger(__name__)
+
+
+async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserved:
+    """TX1. The key and the tenant are looked at again in the same statement that admits.
+
+    Raises:
+        RevokedKeyError, ExpiredKeyError, InvalidApiKeyError: the key is no longer good.
+        TenantSuspendedError: the tenant is not active.
+        NoPriceError: there is no price for it.
+        ConflictError: the id is taken by another request.
+        DatabaseUnavailableError: nothing may be dispatched.
+    """
+
+    async def work(session: AsyncSession) -> Reserved | PlatformError:
+        row = await queries.insert_request(session, reservation)
+        if row is not None:
+            return Reserved(row.lease_token, row.lease_until, row.price_book_id)
+        return await _explain(session, reservation)
+
+    result = await run_transaction(sessions, work, is_idempotent=True)
+    if isinstance(result, Reserved):
+        return result
+    raise result
+
+
+async def _explain(session: AsyncSession, wanted: Reservation) -> Reserved | PlatformError:
+    existing = await queries.find_request(session, wanted.request_id)
+    if existing is not None:
+        # Our own row: the acknowledgement of an earlier COMMIT was lost.
+        if existing.owner == wanted.owner and existing.state == "reserved":
+            return Reserved(existing.lease_token, existing.lease_until, existing.price_book_id)
+        return ConflictError(f"Request {wanted.request_id} exists already.")
+    tenant, key, now = await queries.find_holder(session, wanted.tenant_id, wanted.key_id)
+    try:
+        if tenant is None or (key is None and wanted.kind == "user"):
+            return InvalidApiKeyError("Unknown API key.")
+        if key is not None:
+            check_live(key.status, key.revoked_at, key.expires_at, tenant.status, now)
+        check_tenant(tenant.status)
+    except PlatformError as error:
+        return error
+    return NoPriceError("No price book in force has a price for this model.")
+
+
+async def renew(
+    sessions: SessionFactory, renewals: Sequence[Renewal], *, lease_s: float = LEASE_S
+) -> set[UUID]:
+    """Extend leases and note checkpoints, many requests at once.
+
+    Returns:
+        The ids whose lease is lost: abort them at the engine and stop, someone else settles.
+    """
+    if not renewals:
+        return set()
+
+    async def work(session: AsyncSession) -> set[UUID]:
+        return await queries.renew(session, renewals, lease_s)
+
+    held = await run_transaction(sessions, work, is_idempotent=True)
+    return {renewal.request_id for renewal in renewals} - held
+
+
+async def assign(
+    sessions: SessionFactory, request_id: UUID, lease_token: int, *, replica_id: str, attempt: int
+) -> bool:
+    """Note where an attempt goes before it is dispatched, so that the sweeper asks the right replica.
+
+    Only needed when that differs from the reservation. False: the lease is lost.
+    """
+
+    async def work(session: AsyncSession) -> bool:
+        return await queries.assign(session, request_id, lease_token, replica_id, attempt)
+
+    return await run_transaction(sessions, work, is_idempotent=True)
+
+
+async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResult:
+    """TX2: close the request, write its attempts and its ledger row. A second call is a no-op.
+
+    Raises:
+        ValueError: the token counts do not add up.
+        DatabaseUnavailableError: try again later; the sweeper settles when nobody does.
+    """
+
+    async def work(session: AsyncSession) -> SettleResult:
+        return await settle_in(session, settlement)
+
+    result = await run_transaction(sessions, work, is_idempotent=True)
+    if not result.applied:
+        log.info("settle_not_applied", request_id=str(settlement.request_id))
+    return result
+
+
+async def settle_in(session: AsyncSession, settlement: Settlement) -> SettleResult:
+    """`settle` within the caller's transaction."""
+    existing = await queries.find_request(session, settlement.request_id)
+    if existing is None or existing.state != "reserved":
+        return SettleResult(applied=False)
+    kind: RequestKind = "probe" if existing.kind == "probe" else "user"
+    account = split(settlement.usage, kind)
+    request = await queries.close_request(session, settlement, account)
+    if request is None:
+        return SettleResult(applied=False)
+    prices = await prices_of(session, request.price_book_id)
+    amount_pico = prices.of(target_of(request.adapter_version_id)).cost_pico(
+        prompt_tokens=settlement.usage.prompt_tokens,
+        cached_tokens=settlement.usage.cached_tokens,
+        completion_tokens=account.charged_tokens,
+    )
+    for earlier in settlement.earlier:
+        await queries.insert_attempt(session, request, earlier, split(earlier, kind))
+    await queries.insert_attempt(session, request, settlement.usage, account)
+    await queries.insert_ledger_entry(session, request, settlement.usage, account, amount_pico)
+    return SettleResult(applied=True, amount_pico=amount_pico)
+
+
+async def void(
+    sessions: SessionFactory,
+    request_id: UUID,
+    lease_token: int,
+    *,
+    voided_by: str,
+    http_status: int | None = None,
+    error_code: str | None = None,
+) -> bool:
+    """Close a request that no engine worked on: no ledger row. False: it was closed already."""
+
+    async def work(session: AsyncSession) -> bool:
+        return await queries.void_request(
+            session,
+            request_id,
+            lease_token,
+            voided_by=voided_by,
+            http_status=http_status,
+            error_code=error_code,
+        )
+
+    return await run_transaction(sessions, work, is_idempotent=True)
