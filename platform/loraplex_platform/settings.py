@@ -69,6 +69,10 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     header_hold_s: float = 30.0  # how long headers wait for the engine's first event
     request_timeout_s: float = 600.0
     drain_grace_s: float = 30.0
+    ping_interval_s: float = 10.0  # between comments on a stream in which nothing happens
+    default_max_tokens: int = 1024  # chat without max_tokens: this, or what the context leaves
+    # Who may read /metrics: comma-separated networks. A proxied request never may.
+    gateway_metrics_networks: str = "127.0.0.0/8,::1/128"
     curve_secret_key_file: Path | None = None
 
 

@@ -97,7 +97,12 @@ _NEUTRAL_IN_COMPLETIONS: Final[_Rules] = {
     "suffix": _is_empty,
 }
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 
 
 def parse_chat(body: bytes) -> ChatRequest:

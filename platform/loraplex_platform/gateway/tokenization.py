@@ -116,6 +116,11 @@ class BaseTokenizer:
         """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model takes chat messages."""
+        return self._template is not None
+
     async def encode_chat(self, messages: Sequence[ChatMessage], context_length: int) -> list[int]:
         """Render and encode, in a thread.
 

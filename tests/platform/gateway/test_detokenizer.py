@@ -43,12 +43,11 @@ def test_what_was_shown_is_never_taken_back(ids: list[int]) -> None:
         assert full.startswith("".join(deltas[:i]))
 
 
-@pytest.mark.parametrize("text", ["안녕하세요 여러분 헬로 쀍", "🙂👩‍👩‍👧 family", "naïve – café", "𝔘𝔫𝔦"])
+@pytest.mark.parametrize(
+    "text", ["안녕하세요 여러분 헬로 쀍", "🙂👩‍👩‍👧 family", "naïve – café", "𝔘𝔫𝔦"]
+)
 def test_a_character_shows_only_when_it_is_whole(text: str) -> None:
-    byte_ids = [
-        tiny_model.reference().token_to_id(token)
-        for token in _byte_tokens(text)
-    ]
+    byte_ids = [tiny_model.reference().token_to_id(token) for token in _byte_tokens(text)]
 
     deltas = _stream(byte_ids)
 

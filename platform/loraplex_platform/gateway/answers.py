@@ -1,0 +1,220 @@
+"""From released text to OpenAI's JSON: whole answers, and the frames of a stream.
+
+One class per endpoint, each knowing the order of its frames: chat begins with the role; both end
+with exactly one frame that has a `finish_reason`, then the usage if it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from uuid import UUID
+
+from msgspec import UNSET, UnsetType
+
+from loraplex_platform.gateway.detokenizer import TokenBytes
+from loraplex_platform.gateway.openai_schemas import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    ContentLogprob,
+    Delta,
+    FinishReasonText,
+    TopLogprob,
+    UsageReport,
+    encode_json,
+)
+from loraplex_platform.gateway.text_stream import ShownToken, TextPiece
+
+# JSON has no infinity; no real log-probability is this small.
+_MIN_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every frame of an answer repeats."""
+
+    request_id: UUID
+    created: int
+    model: str
+    system_fingerprint: str
+    includes_usage: bool  # in a stream
+    num_top_logprobs: int | None  # None: no logprobs were asked for
+
+
+class Answer(Protocol):
+    """How an endpoint shows a completion. Each frame is the JSON of one `data:` line."""
+
+    def first_frames(self) -> Iterator[bytes]:
+        """Once the first token is there."""
+        ...
+
+    def frame(self, piece: TextPiece) -> bytes:
+        """Released text."""
+        ...
+
+    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
+        """The end, and the usage."""
+        ...
+
+    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+        """Everything in one body."""
+        ...
+
+
+class ChatAnswer:
+    """`chat.completion` and its chunks."""
+
+    def __init__(self, head: AnswerHead, token_bytes: TokenBytes) -> None:
+        self._head = head
+        self._token_bytes = token_bytes
+
+    def first_frames(self) -> Iterator[bytes]:
+        """The role."""
+        yield self._chunk(ChunkChoice(delta=Delta(role="assistant", content="")))
+
+    def frame(self, piece: TextPiece) -> bytes:
+        """A piece of content."""
+        return self._chunk(
+            ChunkChoice(delta=Delta(content=piece.text), logprobs=self._logprobs(piece.tokens))
+        )
+
+    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
+        """The terminal chunk; the usage chunk has no choices."""
+        yield self._chunk(ChunkChoice(delta=Delta(), finish_reason=reason))
+        if self._head.includes_usage:
+            yield self._chunk(None, usage)
+
+    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+        """The body of an answer that is not streamed."""
+        choice = ChatChoice(
+            message=AssistantMessage(content=piece.text),
+            logprobs=self._logprobs(piece.tokens),
+            finish_reason=reason,
+        )
+        return encode_json(
+            ChatCompletion(
+                id=f"chatcmpl-{self._head.request_id.hex}",
+                created=self._head.created,
+                model=self._head.model,
+                choices=[choice],
+                usage=usage,
+                system_fingerprint=self._head.system_fingerprint,
+            )
+        )
+
+    def _chunk(self, choice: ChunkChoice | None, usage: UsageReport | None = None) -> bytes:
+        shown: UsageReport | UnsetType | None = usage if self._head.includes_usage else UNSET
+        return encode_json(
+            ChatCompletionChunk(
+                id=f"chatcmpl-{self._head.request_id.hex}",
+                created=self._head.created,
+                model=self._head.model,
+                system_fingerprint=self._head.system_fingerprint,
+                choices=[] if choice is None else [choice],
+                usage=shown,
+            )
+        )
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | None:
+        num_top = self._head.num_top_logprobs
+        if num_top is None:
+            return None
+        content = []
+        for token in tokens:
+            label, raw = _named(self._token_bytes, token.token_id)
+            values = token.logprobs
+            pairs = zip(values.top_ids[:num_top], values.top_logprobs[:num_top], strict=True)
+            top = [TopLogprob(*self._shown(id_, logprob)) for id_, logprob in pairs]
+            content.append(ContentLogprob(label, _finite(values.logprob), raw, top))
+        return ChatLogprobs(content)
+
+    def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
+        label, raw = _named(self._token_bytes, token_id)
+        return label, _finite(logprob), raw
+
+
+class CompletionAnswer:
+    """`text_completion`, whole or in frames of the same shape."""
+
+    def __init__(self, head: AnswerHead, token_bytes: TokenBytes) -> None:
+        self._head = head
+        self._token_bytes = token_bytes
+
+    def first_frames(self) -> Iterator[bytes]:
+        """Nothing: there is no role."""
+        yield from ()
+
+    def frame(self, piece: TextPiece) -> bytes:
+        """A piece of text."""
+        return self._completion(self._choice(piece, None), None)
+
+    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
+        """The terminal frame; the usage frame has no choices."""
+        yield self._completion(self._choice(TextPiece(), reason), None)
+        if self._head.includes_usage:
+            yield self._completion(None, usage)
+
+    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+        """The body of an answer that is not streamed."""
+        return self._completion(self._choice(piece, reason), usage, is_whole=True)
+
+    def _choice(self, piece: TextPiece, reason: FinishReasonText | None) -> CompletionChoice:
+        return CompletionChoice(
+            text=piece.text, logprobs=self._logprobs(piece.tokens), finish_reason=reason
+        )
+
+    def _completion(
+        self, choice: CompletionChoice | None, usage: UsageReport | None, *, is_whole: bool = False
+    ) -> bytes:
+        shown: UsageReport | UnsetType | None = (
+            usage if is_whole or self._head.includes_usage else UNSET
+        )
+        return encode_json(
+            Completion(
+                id=f"cmpl-{self._head.request_id.hex}",
+                created=self._head.created,
+                model=self._head.model,
+                system_fingerprint=self._head.system_fingerprint,
+                choices=[] if choice is None else [choice],
+                usage=shown,
+            )
+        )
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> CompletionLogprobs | None:
+        num_top = self._head.num_top_logprobs
+        if num_top is None:
+            return None
+        tops: list[dict[str, float]] = []
+        for token in tokens:
+            values = token.logprobs
+            pairs = zip(values.top_ids[:num_top], values.top_logprobs[:num_top], strict=True)
+            top = {self._token_bytes.label(id_): _finite(logprob) for id_, logprob in pairs}
+            # The sampled token is always among them, as in OpenAI's API.
+            top.setdefault(self._token_bytes.label(token.token_id), _finite(values.logprob))
+            tops.append(top)
+        return CompletionLogprobs(
+            tokens=[self._token_bytes.label(token.token_id) for token in tokens],
+            token_logprobs=[_finite(token.logprobs.logprob) for token in tokens],
+            top_logprobs=tops if num_top else None,
+            text_offset=[token.offset for token in tokens],
+        )
+
+
+def _named(token_bytes: TokenBytes, token_id: int) -> tuple[str, list[int] | None]:
+    """A token's label and bytes; no bytes for a special token: it has no text."""
+    if token_bytes.is_special(token_id):
+        return token_bytes.label(token_id), None
+    return token_bytes.label(token_id), list(token_bytes.text_bytes(token_id))
+
+
+def _finite(logprob: float) -> float:
+    # `not >=` also catches NaN.
+    return logprob if logprob >= _MIN_LOGPROB else _MIN_LOGPROB

@@ -1,0 +1,381 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: check, run, answer.
+
+Everything that can be refused is refused before the request is on the books. Headers wait until the
+engine has produced the first token (at most `header_hold_s`), so that early failures are HTTP errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from loraplex_engine.protocol import SamplingParams
+from starlette.requests import ClientDisconnect
+
+from loraplex_platform.errors import ModelNotFoundError
+from loraplex_platform.gateway import openapi, queries
+from loraplex_platform.gateway.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from loraplex_platform.gateway.context import Caller, Gateway, ThisGateway
+from loraplex_platform.gateway.errors import (
+    AbandonedError,
+    ContextLengthError,
+    InvalidValueError,
+    RequestTimeoutError,
+    envelope,
+)
+from loraplex_platform.gateway.event_stream import DONE, EventStream, frame
+from loraplex_platform.gateway.middleware import ARRIVED_S, REQUEST_UUID, request_id_of
+from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest
+from loraplex_platform.gateway.pump import Failed, Finished, Job, Pump, PumpEvent, Started
+from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
+from loraplex_platform.gateway.templates import ChatMessage
+from loraplex_platform.gateway.text_stream import TextPiece
+from loraplex_platform.gateway.tokenization import too_long
+from loraplex_platform.ids import format_id
+from loraplex_platform.tenancy.authentication import Authenticated
+
+Parsed = TypeVar("Parsed")
+
+router = APIRouter(prefix="/v1", tags=["Completions"])
+
+_BODY_TIMEOUT_S = 60.0
+_SMALL_BODY_BYTES = 128 * 1024
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for completions
+
+
+@router.post("/chat/completions", **openapi.CHAT)
+async def create_chat_completion(
+    request: Request, gateway: ThisGateway, caller: Caller
+) -> Response:
+    """Answer a conversation with the model or adapter deployment named in `model`."""
+    body, messages = await _parse(_parse_chat, await _read_body(request))
+    model = await _find_model(gateway, caller, body.model)
+    context_length = _context_length(gateway, model)
+    prompt_ids = await gateway.tokenizer.encode_chat(messages, context_length)
+    _check_prompt(prompt_ids, context_length, "messages")
+    left = context_length - len(prompt_ids)
+    wanted = body.max_completion_tokens or body.max_tokens
+    max_tokens = wanted or min(left, gateway.settings.default_max_tokens)
+    _check_max_tokens(
+        max_tokens,
+        len(prompt_ids),
+        context_length,
+        "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+    )
+    num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    job = _job(
+        request,
+        gateway,
+        caller,
+        model=model,
+        endpoint="chat.completions",
+        body=body,
+        prompt_ids=prompt_ids,
+        sampling=_sampling(gateway, body, max_tokens, num_top_logprobs),
+    )
+    return await _run(
+        request,
+        gateway,
+        job,
+        shape=ChatAnswer,
+        includes_usage=_includes_usage(body),
+        num_top_logprobs=num_top_logprobs,
+    )
+
+
+@router.post("/completions", **openapi.COMPLETIONS)
+async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
+    """Continue a raw prompt, given as text or as token ids."""
+    body = await _parse(parse_completion, await _read_body(request))
+    model = await _find_model(gateway, caller, body.model)
+    context_length = _context_length(gateway, model)
+    if isinstance(body.prompt, str):
+        prompt_ids = await gateway.tokenizer.encode_prompt(body.prompt, context_length)
+        _check_prompt(prompt_ids, context_length, "prompt")
+    else:
+        prompt_ids = body.prompt
+        _check_prompt(prompt_ids, context_length, "prompt")
+        _check_ids(prompt_ids, gateway.tokenizer.vocab_size)
+    max_tokens = body.max_tokens or min(
+        _DEFAULT_COMPLETION_TOKENS, context_length - len(prompt_ids)
+    )
+    _check_max_tokens(max_tokens, len(prompt_ids), context_length, "max_tokens")
+    job = _job(
+        request,
+        gateway,
+        caller,
+        model=model,
+        endpoint="completions",
+        body=body,
+        prompt_ids=prompt_ids,
+        sampling=_sampling(gateway, body, max_tokens, body.logprobs),
+    )
+    return await _run(
+        request,
+        gateway,
+        job,
+        shape=CompletionAnswer,
+        includes_usage=_includes_usage(body),
+        num_top_logprobs=body.logprobs,
+    )
+
+
+# ---------------------------------------------------------------------------- checking
+
+
+async def _read_body(request: Request) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise RequestTimeoutError(f"The body took longer than {_BODY_TIMEOUT_S:g} s.") from None
+    except ClientDisconnect:
+        raise AbandonedError("The client left while it sent the body.") from None
+
+
+async def _parse(parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
+    """Parse; a large body in a thread, so that it does not hold up everybody's streams."""
+    if len(body) <= _SMALL_BODY_BYTES:
+        return parse(body)
+    return await asyncio.to_thread(parse, body)
+
+
+def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
+    request = parse_chat(body)
+    return request, chat_messages(request.messages)
+
+
+async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:
+    async with gateway.sessions() as session:
+        model = await queries.find_model(
+            session, caller.tenant_id, gateway.settings.base_model, name
+        )
+    if model is None:
+        raise unknown_model(name)
+    return model
+
+
+def unknown_model(name: str) -> ModelNotFoundError:
+    """The same words for what does not exist and for what is somebody else's."""
+    return ModelNotFoundError(
+        f"The model '{name[:128]}' does not exist or you do not have access to it.", param="model"
+    )
+
+
+def _context_length(gateway: Gateway, model: queries.ServedModel) -> int:
+    return gateway.router.max_model_len(model.base_model, gateway.tokenizer.context_length)
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    for position, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidValueError(
+                f"Invalid value for 'prompt[{position}]': token ids go from 0 to {vocab_size - 1}.",
+                param=f"prompt[{position}]",
+            )
+
+
+def _check_prompt(ids: list[int], context_length: int, param: str) -> None:
+    if not ids:
+        raise InvalidValueError(f"'{param}' is empty: at least one token is needed.", param=param)
+    if len(ids) >= context_length:
+        raise too_long(len(ids), context_length, param)
+
+
+def _check_max_tokens(max_tokens: int, num_prompt: int, context_length: int, param: str) -> None:
+    if num_prompt + max_tokens > context_length:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context_length} tokens, but the prompt has"
+            f" {num_prompt} tokens and '{param}' asks for {max_tokens}: {num_prompt + max_tokens}"
+            f" in all. Ask for at most {context_length - num_prompt}.",
+            param=param,
+        )
+
+
+def _sampling(
+    gateway: Gateway,
+    body: ChatRequest | CompletionRequest,
+    max_tokens: int,
+    num_logprobs: int | None,
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
+        # Without a seed every request gets its own: two replicas must not answer alike by accident.
+        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        stop_token_ids=() if body.ignore_eos else gateway.tokenizer.end_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=num_logprobs,
+    )
+
+
+def _job(
+    request: Request,
+    gateway: Gateway,
+    caller: Authenticated,
+    *,
+    model: queries.ServedModel,
+    endpoint: Literal["chat.completions", "completions"],
+    body: ChatRequest | CompletionRequest,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+) -> Job:
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return Job(
+        request_id=request.scope[REQUEST_UUID],
+        tenant_id=caller.tenant_id,
+        key_id=caller.key_id,
+        tenant_salt=gateway.salt_of(caller.tenant_id),
+        model=model,
+        endpoint=endpoint,
+        is_stream=bool(body.stream),
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        stops=stops,
+        arrived_s=request.scope[ARRIVED_S],
+        timeout_s=gateway.settings.request_timeout_s,
+    )
+
+
+def _includes_usage(body: ChatRequest | CompletionRequest) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+# ---------------------------------------------------------------------------- running
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """One response's ear at a pump, and the watch for its client."""
+
+    pump: Pump
+    watch: asyncio.Task[None]
+
+    def leave(self) -> None:
+        """The response is over, however: a pump that still runs has lost its client."""
+        self.watch.cancel()
+        self.pump.abandon()
+
+
+async def _run(
+    request: Request,
+    gateway: Gateway,
+    job: Job,
+    *,
+    shape: type[ChatAnswer] | type[CompletionAnswer],
+    includes_usage: bool,
+    num_top_logprobs: int | None,
+) -> Response:
+    pump = Pump(
+        job=job,
+        replica=gateway.router.choose(job.model.base_model, job.num_tokens),
+        owner=gateway.gateway_id,
+        sessions=gateway.sessions,
+        router=gateway.router,
+        token_bytes=gateway.tokenizer.token_bytes,
+        metrics=gateway.metrics,
+    )
+    gateway.pumps.start(pump)
+    listener = _Listener(pump, asyncio.create_task(_watch_client(request, pump)))
+    is_streaming = False
+    try:
+        first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
+        if isinstance(first, Failed):
+            raise first.error
+        fingerprint = pump.replica.record.model_fingerprint
+        if isinstance(first, Started):
+            fingerprint = first.model_fingerprint
+        revision = format_id("deployment_revision", job.model.revision_id)
+        head = AnswerHead(
+            request_id=job.request_id,
+            created=int(time.time()),
+            model=job.model.public_name,
+            system_fingerprint=_system_fingerprint(fingerprint, revision),
+            includes_usage=includes_usage,
+            num_top_logprobs=num_top_logprobs,
+        )
+        answer = shape(head, gateway.tokenizer.token_bytes)
+        headers = {"x-loraplex-revision": revision}
+        if job.is_stream:
+            stream = EventStream(
+                _chunks(pump, answer, first, request_id_of(request.scope)),
+                headers=headers,
+                ping_interval_s=gateway.settings.ping_interval_s,
+                on_end=listener.leave,
+            )
+            is_streaming = True
+            return stream
+        body = await _whole(pump, answer, first)
+        return Response(body, headers=headers, media_type="application/json")
+    finally:
+        if not is_streaming:
+            listener.leave()
+
+
+async def _watch_client(request: Request, pump: Pump) -> None:
+    """Abandon the pump once the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    pump.abandon()
+
+
+async def _first_event(pump: Pump, hold_s: float, *, is_bounded: bool) -> PumpEvent | None:
+    """The first event; None: a stream's headers can wait no longer."""
+    try:
+        async with asyncio.timeout(hold_s if is_bounded else None):
+            return await pump.next_event()
+    except TimeoutError:
+        return None
+
+
+async def _whole(pump: Pump, answer: Answer, first: PumpEvent | None) -> bytes:
+    whole = TextPiece()
+    event = first
+    while True:
+        match event:
+            case TextPiece():
+                whole.extend(event)
+            case Finished():
+                return answer.whole(whole, event.reason, event.usage)
+            case Failed():
+                raise event.error
+        event = await pump.next_event()
+
+
+async def _chunks(
+    pump: Pump, answer: Answer, first: PumpEvent | None, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream."""
+    has_begun = False
+    event = first
+    while True:
+        if isinstance(event, TextPiece | Finished) and not has_begun:
+            has_begun = True
+            for json in answer.first_frames():
+                yield frame(json)
+        match event:
+            case TextPiece():
+                yield frame(answer.frame(event))
+            case Finished():
+                for json in answer.last_frames(event.reason, event.usage):
+                    yield frame(json)
+                yield DONE
+                return
+            case Failed():
+                if not isinstance(event.error, AbandonedError):
+                    yield frame(envelope(event.error, request_id))
+                return
+        event = await pump.next_event()
+
+
+def _system_fingerprint(model_fingerprint: str, revision: str) -> str:
+    digest = hashlib.sha256((model_fingerprint + revision).encode()).hexdigest()
+    return f"fp_{digest[:16]}"

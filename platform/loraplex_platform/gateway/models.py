@@ -1,0 +1,43 @@
+"""`GET /v1/models`: what the key may call, and nothing about anything else."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from loraplex_platform.gateway import openapi, queries
+from loraplex_platform.gateway.completions import unknown_model
+from loraplex_platform.gateway.context import Caller, ThisGateway
+from loraplex_platform.gateway.openai_schemas import Model, ModelList, encode_json
+
+router = APIRouter(prefix="/v1", tags=["Models"])
+
+
+@router.get("/models", **openapi.MODEL_LIST)
+async def list_models(gateway: ThisGateway, caller: Caller) -> Response:
+    """The base model and the caller's deployments, in a stable order."""
+    async with gateway.sessions() as session:
+        models = await queries.list_models(session, caller.tenant_id, gateway.settings.base_model)
+    shown = {model.public_name: _shown(model) for model in models}  # a tenant's own name wins
+    return _json(encode_json(ModelList(data=list(shown.values()))))
+
+
+@router.get("/models/{model_id:path}", **openapi.MODEL)
+async def get_model(model_id: str, gateway: ThisGateway, caller: Caller) -> Response:
+    """One of them. Ids may hold slashes and colons."""
+    async with gateway.sessions() as session:
+        model = await queries.find_model(
+            session, caller.tenant_id, gateway.settings.base_model, model_id
+        )
+    if model is None:
+        raise unknown_model(model_id)
+    return _json(encode_json(_shown(model)))
+
+
+def _shown(model: queries.ServedModel) -> Model:
+    return Model(
+        id=model.public_name, created=int(model.created_at.timestamp()), owned_by=model.owner
+    )
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,184 @@
+"""The data plane's OpenAPI page: schemas from the msgspec structs, with examples that run.
+
+Bodies are parsed by `request_parsing.py`, not by FastAPI, so their schemas are given here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI, Response
+from fastapi.openapi.utils import get_openapi
+
+from loraplex_platform.gateway import openai_schemas as shapes
+from loraplex_platform.gateway.errors import ErrorEnvelope
+
+_STRUCTS: Final = (
+    shapes.ChatRequest,
+    shapes.CompletionRequest,
+    shapes.ChatCompletion,
+    shapes.ChatCompletionChunk,
+    shapes.Completion,
+    shapes.Model,
+    shapes.ModelList,
+    ErrorEnvelope,
+)
+
+_EXAMPLE_ERROR: Final = {
+    "error": {
+        "message": "The model 'nobody' does not exist or you do not have access to it.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+        "request_id": "req_0199f0c2b7d37a5e8a1f6f1d2c3b4a59",
+    }
+}
+_CHAT_EXAMPLES: Final = {
+    "question": {
+        "summary": "Ask an adapter",
+        "value": {
+            "model": "capitals",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "temperature": 0,
+        },
+    },
+    "stream": {
+        "summary": "Stream from the base model, with usage at the end",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "Tell me a story."}],
+            "max_tokens": 64,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    },
+}
+_COMPLETION_EXAMPLES: Final = {
+    "text": {
+        "summary": "Continue a text",
+        "value": {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 16},
+    },
+    "token_ids": {
+        "summary": "Continue token ids",
+        "value": {"model": "smollm2-135m", "prompt": [9906, 1917], "max_tokens": 16},
+    },
+}
+_REASONS: Final = {
+    "400": "A field is wrong or not supported; `param` names it.",
+    "401": "No key, or one that is unknown, revoked or expired.",
+    "403": "The tenant is suspended.",
+    "404": "No such model for this key.",
+    "405": "The URL does not take this method.",
+    "408": "The body took too long to arrive.",
+    "413": "The body is too large.",
+    "500": "The engine or the gateway failed; nothing is billed.",
+    "503": "No engine is ready, or something else we need is down; `Retry-After` says when to retry.",
+    "504": "The request took longer than a request may; nothing is billed.",
+}
+_BEARER: Final[list[dict[str, list[str]]]] = [{"key": []}]
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json_content(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(name)}}
+
+
+def _errors(*statuses: str) -> dict[str, Any]:
+    return {
+        status: {
+            "description": _REASONS[status],
+            "content": {
+                "application/json": {"schema": _ref("ErrorEnvelope"), "example": _EXAMPLE_ERROR}
+            },
+        }
+        for status in statuses
+    }
+
+
+def _route(
+    answer: dict[str, Any], *errors: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    extra: dict[str, Any] = {
+        "security": _BEARER,
+        "responses": {
+            "200": {"description": "The answer.", "content": answer},
+            **_errors("401", "403", *errors, "500", "503"),
+        },
+    }
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return {"response_class": Response, "openapi_extra": extra}
+
+
+_COMPLETION_ERRORS = ("400", "404", "408", "413", "504")
+_FRAMES = "Frames `data: {...}`, then `data: [DONE]`; a frame with `error` if it fails midway."
+
+CHAT: Final = _route(
+    {
+        **_json_content("ChatCompletion"),
+        "text/event-stream": {"schema": {"type": "string", "description": _FRAMES}},
+    },
+    *_COMPLETION_ERRORS,
+    body={"schema": _ref("ChatRequest"), "examples": _CHAT_EXAMPLES},
+)
+COMPLETIONS: Final = _route(
+    {
+        **_json_content("Completion"),
+        "text/event-stream": {"schema": {"type": "string", "description": _FRAMES}},
+    },
+    *_COMPLETION_ERRORS,
+    body={"schema": _ref("CompletionRequest"), "examples": _COMPLETION_EXAMPLES},
+)
+MODEL_LIST: Final = _route(_json_content("ModelList"))
+MODEL: Final = _route(_json_content("Model"), "404")
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of the app."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        _, definitions = msgspec.json.schema_components(
+            _STRUCTS, ref_template="#/components/schemas/{name}"
+        )
+        components = schema.setdefault("components", {})
+        components.setdefault("schemas", {}).update(definitions)
+        _describe_prompt(components["schemas"])
+        # What FastAPI adds for path parameters; we never answer with it.
+        for name in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(name, None)
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        components["securitySchemes"] = {
+            "key": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "A tenant's key, lpx_sk_...",
+            }
+        }
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _describe_prompt(schemas: dict[str, Any]) -> None:
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    schemas["CompletionRequest"]["properties"]["prompt"] = {
+        "description": "Text, token ids, or a list with exactly one of either.",
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            ids,
+            {
+                "type": "array",
+                "items": {"anyOf": [{"type": "string"}, ids]},
+                "minItems": 1,
+                "maxItems": 1,
+            },
+        ],
+    }

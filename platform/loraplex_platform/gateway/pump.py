@@ -1,0 +1,620 @@
+"""One request, from reservation to settlement, in a task that nothing but its own end stops.
+
+The HTTP response only listens. When the client goes away the pump aborts the engine, waits for the
+terminal event with the usage, and settles; when the engine goes away it settles as a fault. Exactly
+one of these closes the books:
+
+| ending | books |
+|---|---|
+| stop, length | billed in full |
+| stop string completed | billed up to the token that completes it; the rest discarded past stop |
+| client gone | billed: prompt and what the engine had generated when it saw the abort |
+| engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
+| refused by the engine, or gone before dispatch | void |
+| lease lost (the sweeper took over) | none here: the sweeper settles |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
+from typing import Literal
+from uuid import UUID
+
+import structlog
+from loraplex_engine.client import EngineLostError, EngineRejectedError, EngineStream
+from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, Usage
+
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    OverloadedError,
+    PlatformError,
+    UnavailableError,
+)
+from loraplex_platform.gateway.detokenizer import TokenBytes
+from loraplex_platform.gateway.errors import (
+    AbandonedError,
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineFailedError,
+    EngineLostMidwayError,
+)
+from loraplex_platform.gateway.metrics import GatewayMetrics
+from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
+from loraplex_platform.gateway.queries import ServedModel
+from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
+from loraplex_platform.gateway.text_stream import TextPiece, TextStream
+from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
+from loraplex_platform.metering.records import Renewal, Reservation, Settlement
+
+log = structlog.get_logger(__name__)
+
+_ATTEMPT = 1
+_ABORT_ANSWER_S = 10.0  # a live engine answers an abort within a step
+_SETTLE_WAIT_S = 2.0  # how long an answer waits for the books; the books do not wait for the answer
+_SETTLE_RETRY_S = 0.5
+_SETTLE_GIVE_UP_S = 120.0  # by then the lease is long over and the sweeper has settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that has been checked and only needs running."""
+
+    request_id: UUID
+    tenant_id: UUID
+    key_id: UUID
+    tenant_salt: bytes
+    model: ServedModel
+    endpoint: Literal["chat.completions", "completions"]
+    is_stream: bool
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    arrived_s: float  # monotonic
+    timeout_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and the longest completion."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine has produced the first token."""
+
+    model_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end, with what is billed."""
+
+    reason: FinishReasonText
+    usage: UsageReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end, with what the client is told."""
+
+    error: PlatformError
+
+
+PumpEvent = Started | TextPiece | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What to write on the books and what to say to the client. `usage` None: void."""
+
+    usage: AttemptUsage | None
+    event: Finished | Failed
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Clock:
+    arrived_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Pump:
+    """See the module's header. `run` is the task; `next_event` and `abandon` are the listener's."""
+
+    job: Job
+    replica: Replica
+    owner: str
+    sessions: SessionFactory
+    router: Router
+    token_bytes: TokenBytes
+    metrics: GatewayMetrics
+    events: asyncio.Queue[PumpEvent] = field(default_factory=asyncio.Queue)
+    lease_token: int | None = None
+    num_observed: int = 0  # tokens that have reached us
+    is_over: bool = False
+    _text: TextStream = field(init=False)
+    _clock: _Clock = field(init=False)
+    _stream: EngineStream | None = field(default=None, init=False)
+    _is_abandoned: bool = field(default=False, init=False)
+    _has_lost_lease: bool = field(default=False, init=False)
+    _killed_by: PlatformError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._text = TextStream(self.token_bytes, self.job.stops)
+        self._clock = _Clock(self.job.arrived_s)
+
+    # ------------------------------------------------------------------ the listener's side
+
+    async def next_event(self) -> PumpEvent:
+        """The next thing to tell the client; the last one is `Finished` or `Failed`."""
+        return await self.events.get()
+
+    def abandon(self) -> None:
+        """The client is gone: abort, bill what was generated. After the end: no-op."""
+        if self.is_over or self._is_abandoned:
+            return
+        self._is_abandoned = True
+        self.events.put_nowait(Failed(AbandonedError("The client closed the connection.")))
+        self._abort()
+
+    def kill(self, error: PlatformError) -> None:
+        """End it for a reason of ours: nothing is billed. A client that left first pays."""
+        if not (self.is_over or self._is_abandoned or self._killed_by):
+            self._killed_by = error
+            self._abort()
+
+    def lose_lease(self) -> None:
+        """The sweeper has taken over: stop the engine, leave the books alone."""
+        self._has_lost_lease = True
+        self.kill(EngineLostMidwayError("The request was given up.", retry_after_s=RETRY_AFTER_S))
+        self._abort()
+
+    @property
+    def renewal(self) -> Renewal | None:
+        """The lease to extend, if one is held."""
+        if self.lease_token is None or self.is_over:
+            return None
+        return Renewal(self.job.request_id, self.lease_token, self.num_observed)
+
+    # ------------------------------------------------------------------ the task
+
+    async def run(self) -> None:
+        """Reserve, generate, settle."""
+        structlog.contextvars.bind_contextvars(tenant_id=str(self.job.tenant_id))
+        self.metrics.in_flight.inc()
+        try:
+            try:
+                await self._reserve()
+            except PlatformError as error:
+                self.events.put_nowait(Failed(error))
+                return
+            try:
+                ending = await self._generate()
+            except Exception:
+                log.exception("pump_crashed")
+                self._abort()
+                crash = PlatformError("Something went wrong on our side; nothing is billed.")
+                ending = self._fault(crash, "fault", "observed")
+            await self._close_books(ending)
+        except Exception:
+            # The listener must hear of an end, whatever happened to the books.
+            log.exception("pump_crashed")
+            self.events.put_nowait(Failed(PlatformError("Something went wrong on our side.")))
+        finally:
+            self.is_over = True
+            self.metrics.in_flight.dec()
+            elapsed_s = time.monotonic() - self._clock.arrived_s
+            self.metrics.e2e_latency.labels(self.job.endpoint).observe(elapsed_s)
+
+    async def _reserve(self) -> None:
+        job = self.job
+        reserved = await metering.reserve(
+            self.sessions,
+            Reservation(
+                request_id=job.request_id,
+                tenant_id=job.tenant_id,
+                key_id=job.key_id,
+                endpoint=job.endpoint,
+                model=job.model.public_name,
+                owner=self.owner,
+                est_prompt_tokens=len(job.prompt_ids),
+                est_completion_tokens=job.sampling.max_tokens,
+                is_stream=job.is_stream,
+                has_stop_strings=bool(job.stops),
+                deployment_id=job.model.deployment_id,
+                revision_id=job.model.revision_id,
+                adapter_version_id=job.model.adapter_version_id,
+                replica_id=self.replica.record.replica_id,
+                attempt=_ATTEMPT,
+            ),
+        )
+        self.lease_token = reserved.lease_token
+
+    # ------------------------------------------------------------------ generating
+
+    async def _generate(self) -> _Ending:
+        deadline_s = self._clock.arrived_s + self.job.timeout_s
+        try:
+            async with asyncio.timeout_at(_loop_time(deadline_s)):
+                refusal = await self._dispatch()
+                if refusal is not None:
+                    return refusal
+                return await self._follow()
+        except TimeoutError:
+            self.kill(
+                DeadlineExceededError(
+                    f"The request took longer than {self.job.timeout_s:g} s; nothing is billed."
+                )
+            )
+        return await self._wind_up()
+
+    async def _dispatch(self) -> _Ending | None:
+        """Hand the request to a replica that takes it; an ending if none does."""
+        refused_by: set[str] = set()
+        while True:
+            if self._is_unwanted:
+                return self._void(self._killed_by or AbandonedError("The client is gone."))
+            try:
+                stream = await self.replica.client.generate(self._message())
+            except EngineRejectedError as error:
+                refused_by.add(self.replica.record.replica_id)
+                answer = _refusal(error)
+                if not isinstance(answer, OverloadedError) or not await self._reroute(refused_by):
+                    return self._void(answer)
+                continue
+            except EngineLostError:
+                lost = EngineLostMidwayError(
+                    "The engine was lost before it answered; nothing is billed.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+                return self._fault(lost, "lost", "observed")
+            self._stream = stream
+            if self._is_unwanted:
+                self._abort()
+            return None
+
+    async def _reroute(self, refused_by: set[str]) -> bool:
+        """Choose another replica and note it, so that the sweeper would ask the right one."""
+        try:
+            self.replica = self.router.choose(
+                self.job.model.base_model, self.job.num_tokens, refused_by
+            )
+        except EngineUnavailableError:
+            return False
+        return await metering.assign(
+            self.sessions,
+            self.job.request_id,
+            self.lease_token or 0,
+            replica_id=self.replica.record.replica_id,
+            attempt=_ATTEMPT,
+        )
+
+    def _message(self) -> Generate:
+        job = self.job
+        waited_s = time.monotonic() - job.arrived_s
+        return Generate(
+            request_id=str(job.request_id),
+            attempt=_ATTEMPT,
+            lease_token=self.lease_token or 0,
+            tenant_id=str(job.tenant_id),
+            tenant_salt=job.tenant_salt,
+            prompt_token_ids=job.prompt_ids,
+            sampling=job.sampling,
+            adapter_digest=job.model.adapter_digest,
+            deadline_unix_s=time.time() + job.timeout_s - waited_s,
+        )
+
+    async def _follow(self) -> _Ending:
+        """Relay events until the terminal one."""
+        if self._stream is None:
+            raise RuntimeError("not dispatched")
+        try:
+            async for event in self._stream:
+                self._take(event)
+                if event.finish_reason is not None:
+                    return self._ended_by(event)
+        except EngineLostError:
+            pass
+        # Lost, or a stream that ended without a terminal event, which is the same to us.
+        if self._text.is_stopped:
+            return self._completed("stop", self._observed_usage(), "observed")
+        lost = EngineLostMidwayError(
+            "The engine was lost while it ran the request; nothing is billed.",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        return self._fault(self._killed_by or lost, "lost", "observed")
+
+    async def _wind_up(self) -> _Ending:
+        """After the deadline: the engine has been told to stop; wait for its account, not for long."""
+        error = self._killed_by or DeadlineExceededError("The request took too long.")
+        if self._stream is None:
+            # Dispatched, never answered: what it did, if anything, was not seen by anyone.
+            return self._fault(error, "lost", "observed")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_ANSWER_S):
+                return await self._follow()
+        return self._fault(error, "lost", "observed")
+
+    def _take(self, event: TokenEvent) -> None:
+        """Count the tokens and release their text."""
+        if not event.token_ids:
+            return
+        self._note_times(len(event.token_ids))
+        if self.num_observed == 0:
+            welcome = self.replica.client.welcome
+            fingerprint = self.replica.record.model_fingerprint
+            self.events.put_nowait(
+                Started(fingerprint if welcome is None else welcome.model_fingerprint)
+            )
+        self.num_observed += len(event.token_ids)
+        piece = TextPiece()
+        for position, token_id in enumerate(event.token_ids):
+            if self._text.is_stopped:
+                break
+            is_last = position == len(event.token_ids) - 1
+            if is_last and event.finish_reason == "stop" and event.stop_token_id == token_id:
+                self._text.count()
+            else:
+                logprobs = None if event.logprobs is None else event.logprobs[position]
+                piece.extend(self._text.push(token_id, logprobs))
+        if piece:
+            self.events.put_nowait(piece)
+        if self._text.is_stopped and event.finish_reason is None:
+            self._abort()
+
+    def _ended_by(self, event: TokenEvent) -> _Ending:
+        usage = event.usage or self._observed_usage()
+        if self._text.is_stopped:
+            return self._completed("stop", usage, "terminal")
+        if event.finish_reason in ("stop", "length"):
+            return self._completed(event.finish_reason, usage, "terminal")
+        if event.finish_reason == "abort" and self._killed_by is None and self._is_abandoned:
+            attempt = self._attempt(usage, "aborted", "terminal")
+            return _Ending(attempt, Failed(AbandonedError("The client is gone.")), "abort")
+        error = self._killed_by or _engine_error(event)
+        return self._fault(error, "fault", "terminal", usage)
+
+    # ------------------------------------------------------------------ endings
+
+    def _completed(self, reason: FinishReasonText, usage: Usage, source: Source) -> _Ending:
+        attempt = self._attempt(usage, "completed", source)
+        if self._text.is_stopped:
+            past_stop = usage.completion_tokens - self._text.num_tokens
+            attempt = replace(attempt, discarded_past_stop=past_stop)
+        tail = self._text.finish()
+        if tail:
+            self.events.put_nowait(tail)
+        billed = attempt.generated - attempt.discarded_past_stop
+        report = UsageReport.of(usage.prompt_tokens, billed, usage.cached_tokens)
+        return _Ending(attempt, Finished(reason, report), reason)
+
+    def _fault(
+        self, error: PlatformError, outcome: Outcome, source: Source, usage: Usage | None = None
+    ) -> _Ending:
+        attempt = self._attempt(usage or self._observed_usage(), outcome, source)
+        return _Ending(attempt, Failed(error), "error")
+
+    def _void(self, error: PlatformError) -> _Ending:
+        return _Ending(None, Failed(error))
+
+    def _attempt(self, usage: Usage, outcome: Outcome, source: Source) -> AttemptUsage:
+        return AttemptUsage(
+            outcome=outcome,
+            source=source,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated=usage.completion_tokens,
+            attempt=_ATTEMPT,
+            replica_id=self.replica.record.replica_id,
+        )
+
+    def _observed_usage(self) -> Usage:
+        return Usage(prompt_tokens=len(self.job.prompt_ids), completion_tokens=self.num_observed)
+
+    async def _close_books(self, ending: _Ending) -> None:
+        """Write the ending, trying for as long as it can matter; tell the client meanwhile."""
+        if self._has_lost_lease:
+            self.events.put_nowait(ending.event)
+            return
+        writing = asyncio.create_task(self._write_books(ending))
+        await asyncio.wait({writing}, timeout=_SETTLE_WAIT_S)
+        self.events.put_nowait(ending.event)
+        await writing
+
+    async def _write_books(self, ending: _Ending) -> None:
+        give_up_s = time.monotonic() + _SETTLE_GIVE_UP_S
+        while True:
+            try:
+                await self._write_books_once(ending)
+            except UnavailableError:
+                if time.monotonic() > give_up_s:
+                    log.error("settle_given_up", request_id=str(self.job.request_id))
+                    return
+                self.metrics.settle_retries.inc()
+                await asyncio.sleep(_SETTLE_RETRY_S)
+            else:
+                return
+
+    async def _write_books_once(self, ending: _Ending) -> None:
+        status, code = _http_outcome(ending.event)
+        lease_token = self.lease_token or 0
+        if ending.usage is None:
+            await metering.void(
+                self.sessions,
+                self.job.request_id,
+                lease_token,
+                voided_by=self.owner,
+                http_status=status,
+                error_code=code,
+            )
+            self.metrics.requests_finished.labels("rejected").inc()
+            return
+        clock = self._clock
+        result = await metering.settle(
+            self.sessions,
+            Settlement(
+                request_id=self.job.request_id,
+                lease_token=lease_token,
+                usage=ending.usage,
+                settled_by=self.owner,
+                finish_reason=ending.finish_reason,
+                http_status=status,
+                error_code=code,
+                ttft_ms=(
+                    None
+                    if clock.first_token_s is None
+                    else round((clock.first_token_s - clock.arrived_s) * 1000)
+                ),
+                e2e_ms=round((time.monotonic() - clock.arrived_s) * 1000),
+            ),
+        )
+        if result.applied:
+            self._count(ending.usage, ending.finish_reason or "")
+
+    # ------------------------------------------------------------------ small things
+
+    @property
+    def _is_unwanted(self) -> bool:
+        return self._is_abandoned or self._killed_by is not None
+
+    def _abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort(as_stop=self._text.is_stopped)
+
+    def _note_times(self, num_tokens: int) -> None:
+        now_s = time.monotonic()
+        clock = self._clock
+        if clock.first_token_s is None or clock.last_token_s is None:
+            clock.first_token_s = now_s
+            histogram = self.metrics.time_to_first_token.labels(self.job.endpoint)
+            histogram.observe(now_s - clock.arrived_s)
+        else:
+            gap_s = (now_s - clock.last_token_s) / num_tokens
+            for _ in range(num_tokens):
+                self.metrics.inter_token_latency.labels(self.job.endpoint).observe(gap_s)
+        clock.last_token_s = now_s
+
+    def _count(self, usage: AttemptUsage, reason: str) -> None:
+        is_fault = usage.outcome in ("fault", "lost")
+        self.metrics.requests_finished.labels(usage.outcome if is_fault else reason).inc()
+        discarded = usage.discarded_past_stop + usage.discarded_past_abort
+        kept = usage.generated - discarded
+        tokens = self.metrics.tokens
+        tokens.labels("prompt").inc(usage.prompt_tokens)
+        tokens.labels("cached").inc(usage.cached_tokens)
+        tokens.labels("absorbed" if is_fault else "billed").inc(kept)
+        tokens.labels("discarded").inc(discarded)
+
+
+class PumpSupervisor:
+    """Owns the pumps: keeps their tasks alive, renews their leases, ends them at shutdown."""
+
+    def __init__(self, sessions: SessionFactory, *, renew_interval_s: float = 5.0) -> None:
+        self._sessions = sessions
+        self._renew_interval_s = renew_interval_s
+        self._tasks: dict[asyncio.Task[None], Pump] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Pumps that have not ended."""
+        return len(self._tasks)
+
+    def start(self, pump: Pump) -> None:
+        """Run a pump to its end."""
+        task = asyncio.create_task(pump.run(), name=f"pump {pump.job.request_id}")
+        self._tasks[task] = pump
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def renew_forever(self) -> None:
+        """Extend the leases of all pumps every few seconds; stop those that lost theirs."""
+        while True:
+            await asyncio.sleep(self._renew_interval_s)
+            try:
+                await self.renew_once()
+            except UnavailableError as error:
+                log.warning("renew_failed", reason=error.message)
+            except Exception:
+                log.exception("renew_crashed")
+
+    async def renew_once(self) -> None:
+        """One round."""
+        pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
+        renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
+        for request_id in await metering.renew(self._sessions, renewals):
+            pump = pumps[request_id]
+            if pump.renewal is not None:  # not settled by itself meanwhile
+                log.warning("lease_lost", request_id=str(request_id))
+                pump.lose_lease()
+
+    async def drain(self, grace_s: float, error: PlatformError) -> None:
+        """Let pumps finish for `grace_s`, then end them, and wait until all have settled."""
+        await self.wait(grace_s)
+        for pump in list(self._tasks.values()):
+            pump.kill(error)
+        await self.wait(_ABORT_ANSWER_S + _SETTLE_WAIT_S)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the pumps of this moment have ended, or the time is over."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+
+def _loop_time(monotonic_s: float) -> float:
+    """A time of `time.monotonic` on the running loop's own clock."""
+    return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
+
+
+def _refusal(error: EngineRejectedError) -> PlatformError:
+    """What the client hears of a refusal at the engine's door."""
+    retry_after_s = error.retry_after_s or 1.0
+    match error.code:
+        case "queue_full":
+            return OverloadedError("The engines are full; try again.", retry_after_s=retry_after_s)
+        case "draining":
+            return OverloadedError(
+                "The engine is restarting; try again.", code="draining", retry_after_s=retry_after_s
+            )
+        case "never_fits":
+            return ContextLengthError(
+                f"Prompt and max_tokens together can never fit the engine: {error.message}",
+                param="max_tokens",
+            )
+        case "invalid_request":
+            return InvalidRequestError(f"The engine refused the request: {error.message}")
+        case "adapter_unavailable":
+            return UnavailableError(
+                "The model's adapter cannot be loaded right now; try again.",
+                code="adapter_unavailable",
+                retry_after_s=retry_after_s,
+            )
+        case "adapter_invalid":
+            return EngineFailedError("The model's adapter is damaged.", code="adapter_invalid")
+
+
+def _engine_error(event: TokenEvent) -> PlatformError:
+    """What the client hears of a request that the engine ended by itself."""
+    if event.error_code == "deadline_exceeded":
+        return DeadlineExceededError("The request waited too long for its turn; nothing is billed.")
+    if event.error_code in ("adapter_unavailable", "draining"):
+        return UnavailableError(
+            "The engine gave the request up; nothing is billed. Try again.",
+            code=event.error_code,
+            retry_after_s=RETRY_AFTER_S,
+        )
+    code = f" ({event.error_code})" if event.error_code else ""
+    return EngineFailedError(f"The engine could not complete the request{code}; nothing is billed.")
+
+
+def _http_outcome(event: Finished | Failed) -> tuple[int, str | None]:
+    """For the request log: how it really ended, even where a stream's 200 had gone out before."""
+    if isinstance(event, Finished):
+        return 200, None
+    return event.error.status, event.error.error_code

@@ -1,0 +1,111 @@
+"""SQL of the data plane. Everything a tenant owns is asked for with the tenant's id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from sqlalchemy import Select, func, or_, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.db import (
+    BaseModel,
+    Deployment,
+    DeploymentRevision,
+    Gateway,
+    Replica,
+    Tenant,
+)
+from loraplex_platform.db.base import Json
+
+_FALLBACK_SEEN_WITHIN = timedelta(days=1)
+_MAX_REPLICAS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a public model id stands for right now: one immutable revision."""
+
+    public_name: str
+    base_model: str
+    deployment_id: UUID
+    revision_id: UUID
+    adapter_version_id: UUID | None
+    adapter_digest: str | None
+    created_at: datetime
+    owner: str  # the tenant's slug, or "loraplex"
+
+
+def _visible(
+    tenant_id: UUID, base_model: str
+) -> Select[str, str, UUID, UUID, UUID | None, str | None, datetime, str]:
+    return (
+        select(
+            Deployment.public_name,
+            BaseModel.name,
+            Deployment.id,
+            DeploymentRevision.id,
+            DeploymentRevision.adapter_version_id,
+            DeploymentRevision.adapter_digest,
+            Deployment.created_at,
+            func.coalesce(Tenant.slug, "loraplex"),
+        )
+        .join(DeploymentRevision, DeploymentRevision.id == Deployment.current_revision_id)
+        .join(BaseModel, BaseModel.id == DeploymentRevision.base_model_id)
+        .outerjoin(Tenant, Tenant.id == Deployment.tenant_id)
+        .where(
+            or_(Deployment.tenant_id == tenant_id, Deployment.tenant_id.is_(None)),
+            Deployment.archived_at.is_(None),
+            BaseModel.name == base_model,
+        )
+    )
+
+
+async def find_model(
+    session: AsyncSession, tenant_id: UUID, base_model: str, public_name: str
+) -> ServedModel | None:
+    """The tenant's deployment of that name, else the platform's."""
+    statement = (
+        _visible(tenant_id, base_model)
+        .where(Deployment.public_name == public_name)
+        .order_by(Deployment.tenant_id.is_(None))
+        .limit(1)
+    )
+    row = (await session.execute(statement)).first()
+    return None if row is None else ServedModel(*row)
+
+
+async def list_models(session: AsyncSession, tenant_id: UUID, base_model: str) -> list[ServedModel]:
+    """Everything the tenant may call: the platform's first, then by name."""
+    statement = _visible(tenant_id, base_model).order_by(
+        Deployment.tenant_id.is_not(None), Deployment.public_name
+    )
+    rows = (await session.execute(statement)).all()
+    return [ServedModel(*row) for row in rows]
+
+
+async def mirrored_replicas(session: AsyncSession) -> Sequence[Json]:
+    """Records of replicas seen within a day: whether one still lives, its connection tells."""
+    statement = (
+        select(Replica.record)
+        .where(Replica.last_seen_at > func.now() - _FALLBACK_SEEN_WITHIN)
+        .order_by(Replica.last_seen_at.desc())
+        .limit(_MAX_REPLICAS)
+    )
+    return (await session.scalars(statement)).all()
+
+
+async def note_gateway(session: AsyncSession, gateway_id: str, started_at: datetime) -> None:
+    """This gateway's heartbeat."""
+    statement = insert(Gateway).values(
+        gateway_id=gateway_id, started_at=started_at, last_seen_at=func.now()
+    )
+    await session.execute(
+        statement.on_conflict_do_update(
+            index_elements=[Gateway.gateway_id],
+            set_={"started_at": started_at, "last_seen_at": func.now()},
+        )
+    )
