@@ -1,0 +1,138 @@
+"""The engine's listening socket, closed by default: a private unix socket, or TCP with CURVE.
+
+* `ipc:///dir/name`: the folder must be ours and 0700 (it is made so when missing), and a lock beside
+  the socket keeps a second engine from taking the address over, which ZeroMQ would let it.
+* `tcp://host:port`: only with our secret key and an allow-list of gateways' public keys.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from loraplex_engine.curve import AllowList, load_key_pair
+from loraplex_engine.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+MAX_IPC_PATH_BYTES = 107
+MAX_FRAME_BYTES = 64 * 1024**2  # far beyond any prompt that fits a context; longer: disconnected
+SEND_QUEUE_FRAMES = 20_000  # per gateway; one that lets so many pile up is cut off
+FAREWELL_MS = 1000  # how long closing may wait to hand over the last frames
+_ZAP_DOMAIN = b"loraplex"
+
+
+class _Authenticator(Protocol):
+    def stop(self) -> None: ...
+
+
+class Endpoint:
+    """A bound ROUTER with its context. Made on one thread, then used and closed by one other.
+
+    `address` is where it listens, a TCP port of 0 resolved; `public_key` (Z85) is set on TCP.
+
+    Raises:
+        ConfigError: see the module's header; or the address is in use.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        curve_secret_key_file: Path | None = None,
+        curve_allowed_keys_file: Path | None = None,
+    ) -> None:
+        self.public_key: str | None = None
+        self._lock_fd: int | None = None
+        self._authenticator: _Authenticator | None = None
+        self._context = zmq.Context()
+        self.router = self._context.socket(zmq.ROUTER)
+        try:
+            self.router.linger = FAREWELL_MS
+            self.router.maxmsgsize = MAX_FRAME_BYTES
+            self.router.sndhwm = SEND_QUEUE_FRAMES
+            # A frame that cannot be delivered is an error, never dropped in silence.
+            self.router.router_mandatory = True
+            if address.startswith("ipc://"):
+                self._lock_fd = _claim_ipc_path(address)
+            elif address.startswith("tcp://"):
+                self._require_curve(curve_secret_key_file, curve_allowed_keys_file)
+            else:
+                raise ConfigError(f"--address {address}: use ipc:///path or tcp://host:port")
+            self.router.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"--address {address}: cannot listen there ({error})") from error
+        except ConfigError:
+            self.close()
+            raise
+        self.address = self.router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def close(self) -> None:
+        """Hand over what is queued, for at most a second, and stop listening."""
+        self.router.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._context.term()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _require_curve(self, secret_file: Path | None, allowed_file: Path | None) -> None:
+        if secret_file is None or allowed_file is None:
+            raise ConfigError(
+                "TCP needs --curve-secret-key-file and --curve-allowed-keys-file (make keys with"
+                " python -m loraplex_engine.curve); on one machine use ipc:///path"
+            )
+        keys = load_key_pair(secret_file)
+        allow_list = AllowList(allowed_file)
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.start()
+        self._authenticator = authenticator
+        authenticator.configure_curve_callback(
+            domain=_ZAP_DOMAIN.decode(), credentials_provider=allow_list
+        )
+        self.router.zap_domain = _ZAP_DOMAIN
+        self.router.curve_server = True
+        self.router.curve_publickey = keys.public_key
+        self.router.curve_secretkey = keys.secret_key
+        self.public_key = keys.public_key.decode()
+
+
+def _claim_ipc_path(address: str) -> int:
+    """Check or make the folder and take the lock; returns the lock's descriptor."""
+    path = Path(address.removeprefix("ipc://"))
+    if not path.is_absolute():
+        raise ConfigError(f"--address {address}: give an absolute path, ipc:///dir/engine.sock")
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ConfigError(
+            f"--address {address}: the path is {len(os.fsencode(path))} bytes long and unix"
+            f" sockets allow {MAX_IPC_PATH_BYTES}; use a shorter folder"
+        )
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stat = folder.stat()
+        if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+            raise ConfigError(
+                f"--address {address}: {folder} must belong to this user and be closed to others"
+                f" (chmod 700); whoever reaches the socket can run requests as any tenant"
+            )
+        lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--address {address}: {error}") from error
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock_fd)
+        raise ConfigError(
+            f"--address {address}: another engine listens there; stop it or use another path"
+        ) from None
+    return lock_fd

@@ -1,0 +1,538 @@
+"""The engine's side of the wire: one ROUTER socket, the gateways behind it, and the journal.
+
+Runs on its own thread, so that heartbeats, queries and refusals are answered during a long step. It
+keeps who asked for which request; it computes nothing. What it promises:
+
+* A terminal event leaves only after its journal entry is on disk. All that is waiting when the
+  thread comes round is written with one fsync (group commit).
+* One `StepFrame` per gateway and step.
+* (request_id, attempt) runs at most once: a copy of a live one is answered and ignored, a copy of an
+  ended one is refused.
+* Nothing is lost silently: a gateway that cannot be sent to, or has been silent too long, is cut off
+  as a whole and its requests are aborted; it will find us silent and connect anew.
+* A frame that does not parse is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import structlog
+import zmq
+
+from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.journal import Journal, JournalError
+from loraplex_engine.protocol import (
+    GATEWAY_TIMEOUT_S,
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    EngineMessage,
+    EngineStats,
+    GatewayMessage,
+    Generate,
+    Hello,
+    JournalEntry,
+    JournalQuery,
+    JournalReply,
+    PrefetchAdapter,
+    RejectCode,
+    Rejected,
+    StatsQuery,
+    StatsReply,
+    StepFrame,
+    TokenEvent,
+    Usage,
+    UsageQuery,
+    UsageReply,
+    Welcome,
+    decode_from_gateway,
+    encode,
+)
+from loraplex_engine.step_loop import (
+    Admitted,
+    Failed,
+    Output,
+    Poisoned,
+    ReplicaFacts,
+    Started,
+    StepOutput,
+    Work,
+)
+
+log = structlog.get_logger(__name__)
+
+POLL_MS = 250
+MAX_FRAMES_PER_TURN = 512  # then events get their turn
+MAX_JOURNAL_PAGE = 2000
+NUM_CUT_OFF_REMEMBERED = 4096
+RETRY_AFTER_S = 1.0
+
+Attempt = tuple[str, int]
+
+
+class PortMetrics(Protocol):
+    """What the port counts."""
+
+    def count_rejected(self, code: RejectCode) -> None: ...
+    def count_malformed(self) -> None: ...
+    def observe_first_token(self, seconds: float) -> None: ...
+    def observe_end(self, seconds: float, usage: Usage) -> None: ...
+    def observe_commit(self, seconds: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Gateway:
+    gateway_id: str
+    heard_at: float
+    live: set[Attempt] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that was taken and has not ended."""
+
+    identity: bytes
+    request: Generate
+    arrived_at: float
+    num_tokens: int = 0
+    is_cut_short: bool = False  # aborted by us, in a shutdown: an error to whoever asked
+
+
+class GatewayPort:
+    """See the module's header. `publish`, `begin_drain`, `abort_all`, `stop`: from any thread.
+
+    Args:
+        endpoint: the bound socket.
+        submit: hands work to the step loop.
+        latest_stats: the step loop's last snapshot; None while the model loads.
+        max_live: more unfinished requests than the engine could even queue are refused here.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        journal: Journal,
+        submit: Callable[[Work], None],
+        latest_stats: Callable[[], EngineStats | None],
+        metrics: PortMetrics,
+        *,
+        replica_id: str,
+        incarnation: str,
+        max_live: int,
+        gateway_timeout_s: float = GATEWAY_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts: ReplicaFacts | None = None
+        self.failure: str | None = None  # why the port or the step loop gave up
+        self.is_draining = False
+        self.changed = threading.Event()  # set when facts, failure or the number of requests change
+        self._endpoint = endpoint
+        self._router = endpoint.router
+        self._journal = journal
+        self._submit = submit
+        self._latest_stats = latest_stats
+        self._metrics = metrics
+        self._replica_id = replica_id
+        self._incarnation = incarnation
+        self._max_live = max_live
+        self._gateway_timeout_s = gateway_timeout_s
+        self._clock = clock
+        self._gateways: dict[bytes, _Gateway] = {}
+        self._cut_off: dict[bytes, None] = {}  # identities that we no longer answer, oldest first
+        self._live: dict[Attempt, _Live] = {}
+        self._outbox: deque[Output | Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="gateway-port", daemon=True)
+
+    # ------------------------------------------------------------------ from any thread
+
+    @property
+    def num_live(self) -> int:
+        """Requests taken and not ended."""
+        return len(self._live)
+
+    @property
+    def num_gateways(self) -> int:
+        """Gateways that are connected and heard of lately."""
+        return len(self._gateways)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def publish(self, output: Output) -> None:
+        """Hand over what the step loop produced."""
+        self._enqueue(output)
+
+    def begin_drain(self) -> None:
+        """Refuse new requests and tell every gateway."""
+        self.is_draining = True
+        self._enqueue(self._welcome_all)
+
+    def abort_all(self) -> None:
+        """Cut every request short: they end with an error, not billed to the tenant."""
+        self._enqueue(self._cut_all_short)
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Send what is queued and end; False: the thread did not end in time."""
+        self._is_stopping = True
+        self._wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _enqueue(self, item: Output | Callable[[], None]) -> None:
+        self._outbox.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+            os.write(self._wake_write, b"!")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except JournalError as error:
+            # Nothing more may be acknowledged: gateways learn of the loss from our death.
+            log.exception("journal_failed")
+            self.failure = str(error)
+        except Exception as error:
+            log.exception("gateway_port_failed")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._endpoint.close()
+            self.changed.set()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while True:
+            is_last_turn = self._is_stopping
+            ready = dict(poller.poll(0 if self._outbox or is_last_turn else POLL_MS))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 65536)
+            if self._router in ready:
+                self._take_frames()
+            self._send_outputs()
+            self._drop_silent_gateways()
+            if self.failure is not None or (is_last_turn and not self._outbox):
+                return
+
+    def _take_frames(self) -> None:
+        for _ in range(MAX_FRAMES_PER_TURN):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            identity = parts[0]
+            if identity in self._cut_off:
+                continue
+            try:
+                if len(parts) != 2:
+                    raise msgspec.DecodeError(f"{len(parts)} parts")
+                message = decode_from_gateway(parts[1])
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                self._metrics.count_malformed()
+                gateway = self._gateways.get(identity)
+                log.warning(
+                    "frame_malformed",
+                    gateway_id=gateway.gateway_id if gateway else None,
+                    size_bytes=sum(len(part) for part in parts[1:]),
+                    error=str(error)[:200],
+                )
+                continue
+            self._handle(identity, message)
+
+    def _handle(self, identity: bytes, message: GatewayMessage) -> None:
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+            return
+        gateway = self._gateways.get(identity)
+        if gateway is None:
+            if isinstance(message, Generate):
+                self._reject(identity, message, "invalid_request", "say hello first")
+            return
+        gateway.heard_at = self._clock()
+        match message:
+            case Generate():
+                self._take_request(identity, gateway, message)
+            case Abort():
+                if (message.request_id, message.attempt) in self._live:
+                    self._submit(message)
+            case PrefetchAdapter():
+                if self.facts is not None:
+                    self._submit(message)
+            case StatsQuery():
+                stats = self._latest_stats()
+                if stats is not None:
+                    self._send(identity, StatsReply(query_id=message.query_id, stats=stats))
+            case UsageQuery():
+                self._send(identity, self._find_usage(message))
+            case JournalQuery():
+                limit = min(max(message.limit, 0), MAX_JOURNAL_PAGE)
+                reply = JournalReply(
+                    query_id=message.query_id,
+                    journal_id=self._journal.journal_id,
+                    entries=self._journal.read(max(message.after_seq, 0), limit),
+                )
+                self._send(identity, reply)
+
+    # ------------------------------------------------------------------ gateways
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        known = self._gateways.get(identity)
+        if known is not None:
+            known.heard_at = self._clock()
+        elif hello.protocol_version == PROTOCOL_VERSION:
+            self._gateways[identity] = _Gateway(hello.gateway_id, self._clock())
+            log.info("gateway_connected", gateway_id=hello.gateway_id)
+        else:  # our Welcome names the version that we speak
+            log.warning("gateway_version", gateway_id=hello.gateway_id, has=hello.protocol_version)
+        self._send(identity, self._welcome())
+
+    def _welcome(self) -> Welcome:
+        facts = self.facts
+        return Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            replica_id=self._replica_id,
+            incarnation=self._incarnation,
+            model_fingerprint=facts.model_fingerprint if facts else "",
+            max_model_len=facts.max_model_len if facts else 0,
+            is_ready=facts is not None,
+            is_draining=self.is_draining,
+        )
+
+    def _welcome_all(self) -> None:
+        for identity in list(self._gateways):
+            self._send(identity, self._welcome())
+
+    def _drop_silent_gateways(self) -> None:
+        oldest = self._clock() - self._gateway_timeout_s
+        for identity, gateway in list(self._gateways.items()):
+            if gateway.heard_at < oldest:
+                self._cut(identity, f"silent for {self._gateway_timeout_s:g} s")
+
+    def _cut(self, identity: bytes, reason: str) -> None:
+        gateway = self._gateways.pop(identity, None)
+        if gateway is None:
+            return
+        self._cut_off[identity] = None
+        if len(self._cut_off) > NUM_CUT_OFF_REMEMBERED:
+            del self._cut_off[next(iter(self._cut_off))]
+        log.log(
+            logging.WARNING if gateway.live else logging.INFO,
+            "gateway_lost",
+            gateway_id=gateway.gateway_id,
+            reason=reason,
+            num_requests=len(gateway.live),
+        )
+        for request_id, attempt in gateway.live:
+            self._submit(Abort(request_id=request_id, attempt=attempt))
+
+    def _send(self, identity: bytes, message: EngineMessage) -> None:
+        try:
+            self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            self._cut(identity, "does not read")
+        except zmq.ZMQError as error:
+            self._cut(identity, f"unreachable ({error})")
+
+    # ------------------------------------------------------------------ requests
+
+    def _take_request(self, identity: bytes, gateway: _Gateway, request: Generate) -> None:
+        key = (request.request_id, request.attempt)
+        live = self._live.get(key)
+        if live is not None:
+            if live.identity == identity:
+                self._send(identity, Accepted(request_id=key[0], attempt=key[1]))
+            else:
+                self._reject(
+                    identity, request, "invalid_request", "this attempt runs; use a new one"
+                )
+        elif self._journal.find(*key) is not None:
+            self._reject(identity, request, "invalid_request", "this attempt ended; use a new one")
+        elif self.is_draining:
+            self._reject(identity, request, "draining", "the replica is shutting down")
+        elif self.facts is None:
+            self._reject(identity, request, "queue_full", "the replica is loading its model")
+        elif len(self._live) >= self._max_live:
+            self._reject(
+                identity, request, "queue_full", f"{len(self._live)} requests are unfinished"
+            )
+        else:
+            self._live[key] = _Live(identity, request, self._clock())
+            gateway.live.add(key)
+            self._submit(request)
+
+    def _reject(
+        self,
+        identity: bytes,
+        request: Generate,
+        code: RejectCode,
+        message: str,
+        retry_after_s: float | None = None,
+    ) -> None:
+        self._metrics.count_rejected(code)
+        stats = self._latest_stats()
+        is_passing = code in ("queue_full", "draining", "adapter_unavailable")
+        rejected = Rejected(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            code=code,
+            message=message,
+            num_waiting=stats.num_waiting if stats is not None else 0,
+            retry_after_s=retry_after_s or (RETRY_AFTER_S if is_passing else None),
+        )
+        self._send(identity, rejected)
+
+    def _cut_all_short(self) -> None:
+        for (request_id, attempt), live in self._live.items():
+            live.is_cut_short = True
+            self._submit(Abort(request_id=request_id, attempt=attempt))
+
+    def _find_usage(self, query: UsageQuery) -> UsageReply:
+        if (query.request_id, query.attempt) in self._live:
+            return UsageReply(query_id=query.query_id, state="running")
+        entry = self._journal.find(query.request_id, query.attempt)
+        return UsageReply(
+            query_id=query.query_id, state="finished" if entry else "unknown", entry=entry
+        )
+
+    # ------------------------------------------------------------------ events
+
+    def _send_outputs(self) -> None:
+        """Everything that is queued: journal once, then send."""
+        ended: list[JournalEntry] = []
+        frames: list[tuple[bytes, StepFrame]] = []
+        for _ in range(len(self._outbox)):
+            item = self._outbox.popleft()
+            match item:
+                case StepOutput():
+                    frames += self._make_frames(item.step_id, item.events, ended)
+                case Admitted():
+                    self._answer(item)
+                case Poisoned():
+                    frames += self._make_frames(
+                        0, self._fail([item.request], "the request could not be queued"), ended
+                    )
+                case Started():
+                    self.facts = item.facts
+                    self._welcome_all()
+                    self.changed.set()
+                case Failed():
+                    self.failure = item.reason
+                    requests = [live.request for live in self._live.values()]
+                    frames += self._make_frames(0, self._fail(requests, "the engine failed"), ended)
+                case _:
+                    item()
+        if ended:
+            started_at = time.monotonic()
+            self._journal.append(ended)
+            self._metrics.observe_commit(time.monotonic() - started_at)
+            self.changed.set()
+        for identity, frame in frames:
+            if identity in self._gateways:
+                self._send(identity, frame)
+
+    def _answer(self, admitted: Admitted) -> None:
+        request, refusal = admitted.request, admitted.refusal
+        key = (request.request_id, request.attempt)
+        live = self._live[key]
+        is_there = live.identity in self._gateways  # else its abort is on the way to the loop
+        if refusal is None:
+            if is_there:
+                self._send(live.identity, Accepted(request_id=key[0], attempt=key[1]))
+            return
+        self._forget(key, live)
+        if is_there:
+            self._reject(live.identity, request, refusal.code, str(refusal), refusal.retry_after_s)
+
+    def _fail(self, requests: list[Generate], message: str) -> list[TokenEvent]:
+        """Terminal error events for requests whose own events will not come."""
+        return [
+            TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                finish_reason="error",
+                usage=Usage(
+                    prompt_tokens=len(request.prompt_token_ids),
+                    completion_tokens=self._live[request.request_id, request.attempt].num_tokens,
+                ),
+                error_code="internal_error",
+                error_message=message,
+            )
+            for request in requests
+        ]
+
+    def _make_frames(
+        self, step_id: int, events: list[TokenEvent], ended: list[JournalEntry]
+    ) -> list[tuple[bytes, StepFrame]]:
+        """Sort a step's events by gateway; terminal ones leave `_live` and join `ended`."""
+        by_gateway: dict[bytes, list[TokenEvent]] = {}
+        now = self._clock()
+        for raw_event in events:
+            event = raw_event
+            key = (event.request_id, event.attempt)
+            live = self._live.get(key)
+            if live is None:
+                continue  # the remains of a poisoned request
+            if event.token_ids and not live.num_tokens:
+                self._metrics.observe_first_token(now - live.arrived_at)
+            live.num_tokens += len(event.token_ids)
+            if event.finish_reason is not None:
+                event = self._end(key, live, event, ended)
+                assert event.usage is not None
+                self._metrics.observe_end(now - live.arrived_at, event.usage)
+            by_gateway.setdefault(live.identity, []).append(event)
+        return [
+            (identity, StepFrame(step_id=step_id, events=batch))
+            for identity, batch in by_gateway.items()
+        ]
+
+    def _end(
+        self, key: Attempt, live: _Live, event: TokenEvent, ended: list[JournalEntry]
+    ) -> TokenEvent:
+        if live.is_cut_short and event.finish_reason == "abort":
+            event = msgspec.structs.replace(
+                event,
+                finish_reason="error",
+                error_code="draining",
+                error_message="the replica shut down before the request was done",
+            )
+        reason, usage = event.finish_reason, event.usage
+        assert reason is not None
+        assert usage is not None, "a terminal event without usage"
+        self._forget(key, live)
+        entry = JournalEntry(
+            seq=0,  # the journal numbers it
+            request_id=key[0],
+            attempt=key[1],
+            lease_token=live.request.lease_token,
+            tenant_id=live.request.tenant_id,
+            adapter_digest=live.request.adapter_digest,
+            finish_reason=reason,
+            usage=usage,
+            ended_at_unix_s=time.time(),
+        )
+        ended.append(entry)
+        return event
+
+    def _forget(self, key: Attempt, live: _Live) -> None:
+        del self._live[key]
+        gateway = self._gateways.get(live.identity)
+        if gateway is not None:
+            gateway.live.discard(key)
+        self.changed.set()

@@ -1,0 +1,202 @@
+"""Prometheus metrics of one replica: vLLM's names, prefix `loraplex:`.
+
+What is a state is read from the last snapshot at scrape time; what is an event is counted where it
+happens. Latencies as a client sees them belong to the gateway; the ones here start when a request
+reaches the engine and say so in their names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loraplex_engine.protocol import EngineStats, RejectCode, Usage
+from loraplex_engine.step_loop import ReplicaFacts
+
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
+_WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class EngineMetrics:
+    """All metrics, in `registry`. Every method may be called from any thread."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._started_at = time.monotonic()
+        ProcessCollector(registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(
+                f"loraplex:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            )
+            return metric.labels(model_name)
+
+        self._step_s = histogram("step_duration_seconds", "One engine step.", _STEP_S)
+        self._step_tokens = histogram(
+            "iteration_tokens_total", "Tokens computed per engine step.", _TOKENS
+        )
+        self._first_token_s = histogram(
+            "engine_time_to_first_token_seconds",
+            "From a request's arrival at the engine to its first token.",
+            _WAIT_S,
+        )
+        self._request_s = histogram(
+            "engine_request_duration_seconds", "From arrival to the terminal event.", _WAIT_S
+        )
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens computed per request.", _TOKENS
+        )
+        self._output_tokens = histogram(
+            "request_generation_tokens", "Tokens generated per request.", _TOKENS
+        )
+        self._commit_s = histogram(
+            "journal_commit_seconds", "Writing usage to disk, per group of steps.", _STEP_S
+        )
+        self._rejected = Counter(
+            "loraplex:requests_rejected",
+            "Requests refused at admission.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._malformed = Counter(
+            "loraplex:malformed_frames",
+            "Frames that were not of our protocol.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
+        self._startup_s = Gauge(
+            "loraplex:engine_startup_seconds",
+            "From process start to ready.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
+        self._info = Gauge(
+            "loraplex:engine_info",
+            "Constant 1; what runs here.",
+            ["model_name", "fingerprint", "dtype", "device", "isa", "row_rule_holds"],
+            registry=self.registry,
+        )
+
+    def watch(
+        self,
+        latest_stats: Callable[[], EngineStats | None],
+        last_step_unix_s: Callable[[], float],
+        num_gateways: Callable[[], int],
+    ) -> None:
+        """Read states from these at each scrape."""
+        self.registry.register(
+            _StateCollector(self._model_name, latest_stats, last_step_unix_s, num_gateways)
+        )
+
+    def note_ready(self, facts: ReplicaFacts) -> None:
+        """The engine is built."""
+        self._startup_s.set(time.monotonic() - self._started_at)
+        self._info.labels(
+            self._model_name,
+            facts.model_fingerprint,
+            facts.dtype,
+            facts.device,
+            facts.isa,
+            str(facts.row_rule_holds).lower(),
+        ).set(1)
+
+    def observe_step(self, seconds: float, num_tokens: int) -> None:
+        """A step that computed something."""
+        self._step_s.observe(seconds)
+        self._step_tokens.observe(num_tokens)
+
+    def count_rejected(self, code: RejectCode) -> None:
+        """A request was refused."""
+        self._rejected.labels(self._model_name, code).inc()
+
+    def count_malformed(self) -> None:
+        """A frame did not parse."""
+        self._malformed.inc()
+
+    def observe_first_token(self, seconds: float) -> None:
+        """A request's first token left."""
+        self._first_token_s.observe(seconds)
+
+    def observe_end(self, seconds: float, usage: Usage) -> None:
+        """A request ended."""
+        self._request_s.observe(seconds)
+        self._prompt_tokens.observe(usage.prompt_tokens)
+        self._output_tokens.observe(usage.completion_tokens)
+
+    def observe_commit(self, seconds: float) -> None:
+        """The journal was synced."""
+        self._commit_s.observe(seconds)
+
+
+class _StateCollector(Collector):
+    def __init__(
+        self,
+        model_name: str,
+        latest_stats: Callable[[], EngineStats | None],
+        last_step_unix_s: Callable[[], float],
+        num_gateways: Callable[[], int],
+    ) -> None:
+        self._model_name = model_name
+        self._latest_stats = latest_stats
+        self._last_step_unix_s = last_step_unix_s
+        self._num_gateways = num_gateways
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge(
+            "last_step_timestamp_seconds",
+            "Unix time of the last completed step.",
+            self._last_step_unix_s(),
+        )
+        yield self._gauge("num_gateways", "Connected gateways.", self._num_gateways())
+        stats = self._latest_stats()
+        if stats is None:
+            return
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_usage)
+        yield self._gauge("kv_blocks", "KV blocks in all.", stats.kv_blocks_total)
+        yield self._gauge("adapter_leases", "Requests holding an adapter.", stats.adapter_leases)
+        yield self._gauge(
+            "max_adapters_in_step",
+            "Most distinct adapters that one step has held.",
+            stats.max_adapters_in_step,
+        )
+        adapters = GaugeMetricFamily(
+            "loraplex:adapters", "Adapters in memory, by tier.", labels=["model_name", "tier"]
+        )
+        adapters.add_metric([self._model_name, "slot"], len(stats.adapters_resident))
+        adapters.add_metric([self._model_name, "host"], len(stats.adapters_host))
+        yield adapters
+        yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens_total)
+        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions_total)
+        yield self._counter("steps", "Engine steps.", stats.steps_total)
+        yield self._counter(
+            "mixed_steps",
+            "Steps that held two adapters or more, and the base model.",
+            stats.mixed_steps_total,
+        )
+        ended = CounterMetricFamily(
+            "loraplex:request_success",
+            "Requests that ended, by reason (vLLM's name; errors and aborts included).",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in sorted(stats.requests_finished_total.items()):
+            ended.add_metric([self._model_name, reason], count)
+        yield ended
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"loraplex:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"loraplex:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family

@@ -1,0 +1,302 @@
+"""One engine replica as a process: `python -m loraplex_engine.server --help`.
+
+Owns the order of things and the exit code; the work is elsewhere:
+
+| thread | module | does |
+|---|---|---|
+| main | here | signals, watchdog, draining |
+| step-loop | `step_loop.py` | builds the engine, steps it |
+| gateway-port | `gateway_port.py` | the ZeroMQ socket and the journal |
+| health-http | `health.py` | /live /ready /metrics |
+| registry | `registry.py` | the replica's record in Redis |
+
+SIGTERM or SIGINT: new requests are refused with `draining`, running ones get `drain_grace_s` to
+finish, what is left then ends as an error with its usage journaled, exit 0. A second signal ends the
+grace at once. Exit 2: wrong settings. Exit 70: the engine failed and must be restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import psutil
+import structlog
+
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.gateway_port import GatewayPort
+from loraplex_engine.health import STALL_LIMIT_S, HealthServer, Watchdog
+from loraplex_engine.journal import Journal
+from loraplex_engine.lifetime import die_with_parent
+from loraplex_engine.metrics import EngineMetrics
+from loraplex_engine.protocol import GATEWAY_TIMEOUT_S, EngineStats, ReplicaRecord
+from loraplex_engine.registry import ReplicaRegistry
+from loraplex_engine.step_loop import Engine, Output, ReplicaFacts, Started, StepLoop
+
+log = structlog.get_logger(__name__)
+
+EXIT_OK, EXIT_FAILED = 0, 70
+_TURN_S = 0.1  # how soon a signal is acted upon
+_FLUSH_S = 10.0  # after the grace: for aborts to be stepped, journaled and sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What surrounds the engine; the engine's own settings are `EngineConfig`."""
+
+    address: str
+    replica_id: str
+    journal_dir: Path
+    advertise_address: str | None = None  # what gateways connect to; None: `address`
+    redis_url: str | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    metrics_port_file: Path | None = None
+    curve_secret_key_file: Path | None = None
+    curve_allowed_keys_file: Path | None = None
+    gateway_timeout_s: float = GATEWAY_TIMEOUT_S
+    drain_grace_s: float = 30.0
+    stall_limit_s: float = STALL_LIMIT_S
+    die_with_parent: bool = False
+
+
+@dataclass(slots=True)
+class _Shutdown:
+    """What signals asked for. The handler takes no lock: it may interrupt whoever holds it."""
+
+    num_signals: int = 0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.num_signals += 1
+
+
+class EngineServer:
+    """One replica. `run` is a process's whole life; `start`, `drain`, `finish` are its parts.
+
+    Args:
+        build: makes the engine, on the step loop's thread.
+
+    Raises:
+        ConfigError: an address, a key, a port or the journal cannot be had.
+    """
+
+    def __init__(
+        self, config: EngineConfig, options: ServerOptions, build: Callable[[], Engine]
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._started_at = time.time()
+        self._incarnation = uuid.uuid4().hex
+        self._parent_pid = os.getppid()
+        self._facts: ReplicaFacts | None = None
+        self._process = psutil.Process()
+        self._metrics = EngineMetrics(config.base_model)
+        self._loop = StepLoop(build, self._publish, observe_step=self._metrics.observe_step)
+        self._watchdog = Watchdog(self._loop.stalled_s, limit_s=options.stall_limit_s)
+        with contextlib.ExitStack() as undo:
+            self._health = HealthServer(
+                options.metrics_host,
+                options.metrics_port,
+                self._metrics.registry,
+                live_problem=self._live_problem,
+                ready_problem=self._ready_problem,
+            )
+            undo.callback(self._health.close)
+            self._journal = Journal(options.journal_dir)
+            undo.callback(self._journal.close)
+            self._endpoint = Endpoint(
+                options.address,
+                curve_secret_key_file=options.curve_secret_key_file,
+                curve_allowed_keys_file=options.curve_allowed_keys_file,
+            )
+            undo.pop_all()
+        self._port = GatewayPort(
+            self._endpoint,
+            self._journal,
+            self._loop.submit,
+            self.stats,
+            self._metrics,
+            replica_id=options.replica_id,
+            incarnation=self._incarnation,
+            max_live=config.max_num_seqs + config.max_waiting,
+            gateway_timeout_s=options.gateway_timeout_s,
+        )
+        self._registry = (
+            ReplicaRegistry(options.redis_url, self._describe) if options.redis_url else None
+        )
+        self._metrics.watch(
+            self.stats, lambda: self._loop.last_step_unix_s, lambda: self._port.num_gateways
+        )
+
+    def run(self) -> int:
+        """Serve until SIGTERM, SIGINT or a failure. Main thread only; returns the exit code."""
+        shutdown = _Shutdown()
+        signal.signal(signal.SIGTERM, shutdown.note)
+        signal.signal(signal.SIGINT, shutdown.note)
+        if self._options.die_with_parent:
+            die_with_parent()
+        self.start()
+        while not shutdown.num_signals and self._port.failure is None:
+            self._wait()
+        is_orphan = self._options.die_with_parent and os.getppid() != self._parent_pid
+        num_signals = shutdown.num_signals
+        self.drain(
+            0.0 if is_orphan else self._options.drain_grace_s,
+            lambda: shutdown.num_signals > num_signals,
+        )
+        return self.finish()
+
+    def start(self) -> None:
+        """Begin to load the model and to answer; does not wait."""
+        self._health.start()
+        if self._options.metrics_port_file is not None:
+            _write_port(self._options.metrics_port_file, self._health.port)
+        log.info(
+            "engine_starting",
+            address=self._endpoint.address,
+            replica_id=self._options.replica_id,
+            metrics_port=self._health.port,
+            pid=os.getpid(),
+        )
+        self._port.start()
+        self._loop.start()
+        if self._registry is not None:
+            self._registry.start()
+
+    def stats(self) -> EngineStats | None:
+        """The step loop's last snapshot, with what this process knows of itself."""
+        stats = self._loop.stats
+        if stats is None:
+            return None
+        return msgspec.structs.replace(
+            stats,
+            rss_bytes=self._process.memory_info().rss,
+            uptime_s=time.time() - self._started_at,
+        )
+
+    # ------------------------------------------------------------------ phases
+
+    def drain(self, grace_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Take nothing new and let running requests finish; cut short what is left after that."""
+        if self._port.failure is not None:
+            return
+        log.info("engine_draining", num_requests=self._port.num_live, grace_s=grace_s)
+        self._port.begin_drain()
+        self._notify_registry()
+        self._wait_until_idle(grace_s, is_over)
+        if self._port.num_live and self._port.failure is None:
+            log.warning("engine_cuts_short", num_requests=self._port.num_live)
+            self._port.abort_all()
+            self._wait_until_idle(_FLUSH_S, lambda: False)
+
+    def _wait_until_idle(self, limit_s: float, is_over: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit_s
+        while (
+            self._port.num_live
+            and self._port.failure is None
+            and time.monotonic() < deadline
+            and not is_over()
+        ):
+            self._wait()
+
+    def _wait(self) -> None:
+        """For something to change, a signal, or a tenth of a second; looks after the watchdog."""
+        self._port.changed.wait(_TURN_S)
+        self._port.changed.clear()
+        self._watchdog.check()
+
+    def finish(self) -> int:
+        """Stop all threads and free everything; returns the exit code."""
+        has_stopped = self._loop.stop(timeout_s=_FLUSH_S)
+        self._port.stop()
+        failure = self._port.failure
+        if failure is None and not has_stopped:
+            failure = "the step loop did not end"
+        if self._registry is not None:
+            self._registry.stop()
+        self._health.close()
+        self._journal.close()
+        if failure is not None:
+            log.critical("engine_failed", reason=failure)
+            return EXIT_FAILED
+        log.info("engine_stopped")
+        return EXIT_OK
+
+    # ------------------------------------------------------------------ what we say of ourselves
+
+    def _publish(self, output: Output) -> None:
+        """On the step loop's thread."""
+        self._port.publish(output)
+        if isinstance(output, Started):
+            facts = self._facts = output.facts
+            self._metrics.note_ready(facts)
+            self._notify_registry()
+            log.info(
+                "engine_ready",
+                address=self._endpoint.address,
+                seconds=round(time.time() - self._started_at, 2),
+                **msgspec.to_builtins(facts),
+            )
+
+    def _live_problem(self) -> str | None:
+        if self._port.failure is not None:
+            return "failed"
+        return None if self._watchdog.check() else "stalled: there is work and no step completes"
+
+    def _ready_problem(self) -> str | None:
+        if self._facts is None:
+            return "loading"
+        if self._port.is_draining:
+            return "draining"
+        return self._live_problem()
+
+    def _notify_registry(self) -> None:
+        if self._registry is not None:
+            self._registry.notify()
+
+    def _describe(self) -> ReplicaRecord | None:
+        facts, config = self._facts, self._config
+        if facts is None:
+            return None  # gateways can do nothing with a replica that is still loading
+        return ReplicaRecord(
+            replica_id=self._options.replica_id,
+            incarnation=self._incarnation,
+            address=self._options.advertise_address or self._endpoint.address,
+            curve_public_key=self._endpoint.public_key,
+            base_model=config.base_model,
+            model_fingerprint=facts.model_fingerprint,
+            kv_format=facts.kv_format,
+            device=facts.device,
+            isa=facts.isa,
+            dtype=facts.dtype,
+            torch_version=facts.torch_version,
+            backends=facts.backends,
+            max_model_len=facts.max_model_len,
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            state="draining" if self._port.is_draining else "ready",
+            started_at_unix_s=self._started_at,
+            row_rule_holds=facts.row_rule_holds,
+        )
+
+
+def _write_port(path: Path, port: int) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(f"{port}\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    from loraplex_engine.server_cli import main
+
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The flags of `python -m loraplex_engine.server`, each also an environment variable.
+
+A flag `--max-loras` is read from LORAPLEX_ENGINE_MAX_LORAS when it is not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.errors import ConfigError, EngineError
+from loraplex_engine.server import EngineServer, ServerOptions
+from loraplex_engine.step_loop import Engine
+
+log = structlog.get_logger(__name__)
+
+ENV_PREFIX = "LORAPLEX_ENGINE_"
+EXIT_USAGE = 2
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a default only where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
+    """The flags; defaults come from `environ` where it has them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loraplex_engine.server",
+        description="Serve one base model with many LoRA adapters to gateways, over ZeroMQ.",
+        epilog=(
+            f"Each flag is also an environment variable: --max-loras is {ENV_PREFIX}MAX_LORAS. "
+            "SIGTERM drains and exits 0; exit 2 means wrong settings, 70 that the engine failed."
+        ),
+        formatter_class=_HelpFormatter,
+    )
+
+    def flag(
+        group: argparse._ArgumentGroup,
+        name: str,
+        text: str,
+        **how: Any,  # noqa: ANN401 - argparse's own keywords
+    ) -> None:
+        variable = ENV_PREFIX + name.removeprefix("--").replace("-", "_").upper()
+        if variable in environ:
+            how.pop("required", None)
+            value = environ[variable]
+            is_switch = how.get("action") == "store_true"
+            how["default"] = value.lower() in ("1", "true", "yes", "on") if is_switch else value
+        group.add_argument(name, help=text, **how)
+
+    model = parser.add_argument_group("model")
+    flag(model, "--model-dir", "Hugging Face folder of the base model.", type=Path, required=True)
+    flag(model, "--base-model", "Its public name.", default="smollm2-135m")
+    flag(
+        model,
+        "--dtype",
+        "auto: bfloat16 where this CPU computes it fast, else float32.",
+        default="auto",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    flag(model, "--max-model-len", "Longest prompt plus output, in tokens.", type=int)
+    flag(model, "--image", "Digest of the container image; part of the fingerprint.", default="")
+
+    wire = parser.add_argument_group("gateways")
+    flag(
+        wire,
+        "--address",
+        "Where to listen: ipc:///dir/engine.sock in a folder closed to others, or tcp://host:port"
+        " with CURVE keys.",
+        required=True,
+    )
+    flag(wire, "--advertise-address", "What gateways connect to, if it differs.")
+    flag(wire, "--replica-id", "Name of this replica, unique in the fleet.", default="engine-0")
+    flag(
+        wire,
+        "--journal-dir",
+        "Folder of the usage journal; keep it: bills are settled from it.",
+        type=Path,
+        required=True,
+    )
+    flag(wire, "--redis-url", "Where to register; without it, gateways need the address.")
+    flag(
+        wire,
+        "--curve-secret-key-file",
+        "Our key pair, from python -m loraplex_engine.curve.",
+        type=Path,
+    )
+    flag(
+        wire,
+        "--curve-allowed-keys-file",
+        "Public keys of the gateways that may connect, one a line.",
+        type=Path,
+    )
+    flag(
+        wire,
+        "--gateway-timeout-s",
+        "A gateway silent for so long is dead.",
+        type=float,
+        default=15.0,
+    )
+
+    batch = parser.add_argument_group("batching and memory")
+    flag(batch, "--block-size", "Tokens per KV block.", type=int, default=16)
+    flag(batch, "--num-blocks", "KV blocks, instead of --kv-memory-bytes.", type=int)
+    flag(batch, "--kv-memory-bytes", "Memory of the KV cache.", type=int)
+    flag(batch, "--max-num-batched-tokens", "Tokens per step.", type=int, default=512)
+    flag(batch, "--max-num-seqs", "Requests that run at once.", type=int, default=64)
+    flag(batch, "--max-waiting", "Requests that may queue.", type=int, default=256)
+    flag(
+        batch,
+        "--long-prefill-token-threshold",
+        "Most prompt tokens of one request in a step.",
+        type=int,
+    )
+    flag(batch, "--num-threads", "CPU threads; by default what the cgroup allows.", type=int)
+
+    lora = parser.add_argument_group("adapters")
+    flag(lora, "--store-url", "fsspec URL of the adapter store, file:///path or s3://bucket.")
+    flag(lora, "--max-loras", "Adapter slots: most adapters in one step.", type=int, default=16)
+    flag(lora, "--max-cpu-loras", "Adapters kept in host memory.", type=int, default=64)
+    flag(lora, "--max-lora-rank", "Highest rank accepted.", type=int, default=64)
+
+    process = parser.add_argument_group("process")
+    flag(process, "--metrics-host", "Bind of /live /ready /metrics.", default="127.0.0.1")
+    flag(process, "--metrics-port", "Their port; 0 picks a free one.", type=int, default=0)
+    flag(process, "--metrics-port-file", "Write the real port there.", type=Path)
+    flag(
+        process,
+        "--drain-grace-s",
+        "On SIGTERM, how long running requests may finish.",
+        type=float,
+        default=30.0,
+    )
+    flag(
+        process,
+        "--stall-limit-s",
+        "No step for so long, with work to do: /live says 503.",
+        type=float,
+        default=60.0,
+    )
+    flag(process, "--die-with-parent", "Stop when the parent process dies.", action="store_true")
+    flag(process, "--log-level", "Least severe message shown.", default="info", choices=_LOG_LEVELS)
+    flag(
+        process,
+        "--log-format",
+        "json: one object a line; console: for people.",
+        default="json",
+        choices=("json", "console"),
+    )
+    return parser
+
+
+def read_options(
+    arguments: Sequence[str], environ: dict[str, str]
+) -> tuple[argparse.Namespace, EngineConfig, ServerOptions]:
+    """Parse and check. Raises `ConfigError`; exits 2 on unknown flags."""
+    values = make_parser(environ).parse_args(arguments)
+    config = EngineConfig(
+        model_dir=values.model_dir,
+        base_model=values.base_model,
+        dtype=values.dtype,
+        block_size=values.block_size,
+        num_blocks=values.num_blocks,
+        kv_memory_bytes=values.kv_memory_bytes,
+        max_model_len=values.max_model_len,
+        max_num_batched_tokens=values.max_num_batched_tokens,
+        max_num_seqs=values.max_num_seqs,
+        max_waiting=values.max_waiting,
+        long_prefill_token_threshold=values.long_prefill_token_threshold,
+        max_loras=values.max_loras,
+        max_cpu_loras=values.max_cpu_loras,
+        max_lora_rank=values.max_lora_rank,
+        store_url=values.store_url,
+        num_threads=values.num_threads,
+    )
+    options = ServerOptions(
+        address=values.address,
+        replica_id=values.replica_id,
+        journal_dir=values.journal_dir,
+        advertise_address=values.advertise_address,
+        redis_url=values.redis_url,
+        metrics_host=values.metrics_host,
+        metrics_port=values.metrics_port,
+        metrics_port_file=values.metrics_port_file,
+        curve_secret_key_file=values.curve_secret_key_file,
+        curve_allowed_keys_file=values.curve_allowed_keys_file,
+        gateway_timeout_s=values.gateway_timeout_s,
+        drain_grace_s=values.drain_grace_s,
+        stall_limit_s=values.stall_limit_s,
+        die_with_parent=values.die_with_parent,
+    )
+    return values, config, options
+
+
+def set_up_logging(level: str, log_format: str) -> None:
+    """structlog to stderr: JSON lines, or for people."""
+    # Plain tracebacks: pretty ones show local variables, and those hold prompts.
+    last: list[structlog.typing.Processor] = (
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        if log_format == "console"
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *last,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one replica; returns the exit code."""
+    environ = dict(os.environ)
+    try:
+        values, config, options = read_options(
+            sys.argv[1:] if arguments is None else arguments, environ
+        )
+        set_up_logging(values.log_level, values.log_format)
+
+        def build() -> Engine:
+            # On the step thread: torch's import takes seconds, and its threads belong to it.
+            from loraplex_engine.build import assemble_engine
+
+            return assemble_engine(config, image=values.image)
+
+        server = EngineServer(config, options, build)
+    except (ConfigError, EngineError) as error:
+        sys.stderr.write(f"engine: {error}\n")
+        return EXIT_USAGE
+    return server.run()
