@@ -1,0 +1,1 @@
+"""The decoder: configuration, weights, linear layers and the Llama-family forward pass."""

@@ -1,0 +1,1 @@
+"""Draws the next token of each row from its logits; noise is stateless and per row."""
