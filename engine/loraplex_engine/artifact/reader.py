@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import stat
@@ -151,7 +152,7 @@ def read_adapter(folder: Path, *, limits: AdapterLimits) -> AdapterArtifact:
     _check_folder(folder)
     config_bytes = _read_file(folder / CONFIG_FILE, limits.max_config_bytes)
     model_bytes = _read_file(folder / TENSORS_FILE, limits.max_model_bytes)
-    config = parse_adapter_config(config_bytes, limits=limits)
+    config = parse_adapter_config(bytes(config_bytes), limits=limits)
     tensors = read_tensors(model_bytes, limits=limits)
     pairs = _pair_up(config, tensors, limits)
     norms = _check_values(pairs, limits)
@@ -195,7 +196,7 @@ def _check_folder(folder: Path) -> None:
         check_file_name(name)
 
 
-def _read_file(path: Path, max_bytes: int) -> bytes:
+def _read_file(path: Path, max_bytes: int) -> memoryview:
     """The whole file; never through a symbolic link, never a device or pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -215,12 +216,13 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
                 f"it has {status.st_size} bytes; {max_bytes} are allowed.",
                 "Save it in bfloat16, or train with a smaller rank.",
             )
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ArtifactError(
-            path.name, f"it grew beyond {max_bytes} bytes.", "Upload a finished file."
-        )
-    return content
+        # A mapping of its own rather than the heap: it goes back to the system when it is dropped.
+        content = memoryview(mmap.mmap(-1, max(status.st_size, 1)))[: status.st_size]
+        if file.readinto(content) != status.st_size or file.read(1):
+            raise ArtifactError(
+                path.name, "its size changed while it was read.", "Upload a finished file."
+            )
+    return content.toreadonly()
 
 
 def _pair_up(

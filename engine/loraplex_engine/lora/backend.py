@@ -1,0 +1,212 @@
+"""The CPU LoRA backends: plain torch, and the native kernel with torch as its fallback.
+
+Both obey the seam's contract: rows are sorted by adapter once per step, each adapter's rows meet only
+that adapter's weights, sums are fp32, y is rounded once, base rows and sites that no active adapter
+targets are not touched.
+
+T tokens, K inputs, N outputs, R rank over all slices of a site, G adapters (groups) in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from loraplex_kernels.cpu.lora import LoraKernel, LoraStep, SliceOffsets
+from torch import Tensor
+
+from loraplex_engine.artifact import ModelShape
+from loraplex_engine.lora.seam import LoraBatch, LoraSite
+from loraplex_engine.lora.sites import SITE_INDEX, SITES, site_layouts
+from loraplex_engine.lora.weights import NativeWeights, TorchWeights
+from loraplex_engine.step import Int32Array
+
+# A matrix kernel takes another inner loop for the last rows of a block: with padded rows a row's bits
+# do not depend on how many came with it (DESIGN.md, the row rule).
+ROW_MULTIPLE: Final = 4
+
+Packed_co = TypeVar("Packed_co", covariant=True)
+
+
+class SlotWeights(Protocol[Packed_co]):
+    """What a backend needs of the pool."""
+
+    def weights(self, slot: int) -> Packed_co:
+        """The weights in a slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The rows of a step that have an adapter, sorted by slot."""
+
+    slots: tuple[int, ...]  # G, ascending
+    rows: Int32Array  # token indices, group after group, ascending within a group
+    sizes: Int32Array  # G
+
+    @classmethod
+    def of(cls, slot_T: Int32Array) -> Groups | None:
+        """Sort tokens by slot; None: every token is base."""
+        order = np.argsort(slot_T, kind="stable").astype(np.int32)
+        rows = order[np.searchsorted(slot_T[order], 0) :]
+        if not len(rows):
+            return None
+        slots, sizes = np.unique(slot_T[rows], return_counts=True)
+        return cls(tuple(slots.tolist()), rows, sizes.astype(np.int32))
+
+
+class _Prepared(Generic[Packed_co]):
+    """Remembers the last step's batch: decoding repeats it until a row or slot changes."""
+
+    def __init__(self) -> None:
+        self._key: tuple[bytes, int] | None = None
+        self._batch: Packed_co | None = None
+
+    def get(
+        self, slot_T: Int32Array, version: int, make: Callable[[], Packed_co | None]
+    ) -> Packed_co | None:
+        """The batch for these slots; made anew when the tokens' slots or the slots' content differ.
+
+        Keyed on both: the same slot number may hold another tenant's adapter one step later.
+        """
+        key = (slot_T.tobytes(), version)
+        if key != self._key:
+            self._batch = make()
+            self._key = key
+        return self._batch
+
+
+# ------------------------------------------------------------------------------------------ torch
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchGroup:
+    weights: TorchWeights
+    rows: Tensor  # (m,) int64
+    padded_rows: Tensor  # rows, the last repeated up to a multiple of ROW_MULTIPLE
+    span: slice | None  # the same rows as one slice of x, where they are one
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchBatch:
+    groups: tuple[_TorchGroup, ...]
+
+
+class TorchLora:
+    """One pair of matrix products per adapter and slice: works everywhere torch does."""
+
+    name: Final = "torch"
+
+    def __init__(self, pool: SlotWeights[TorchWeights]) -> None:
+        self._pool = pool
+        self._prepared: _Prepared[_TorchBatch] = _Prepared()
+
+    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+        """See `LoraBackend.prepare`."""
+        return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
+
+    def _make_batch(self, slot_T: Int32Array) -> _TorchBatch | None:
+        groups = Groups.of(slot_T)
+        if groups is None:
+            return None
+        result, begin = [], 0
+        for slot, size in zip(groups.slots, groups.sizes.tolist(), strict=True):
+            rows = groups.rows[begin : begin + size].astype(np.int64)
+            begin += size
+            padding = np.repeat(rows[-1:], -size % ROW_MULTIPLE)
+            is_span = rows[-1] - rows[0] == size - 1
+            span = slice(int(rows[0]), int(rows[-1]) + 1) if is_span else None
+            result.append(
+                _TorchGroup(
+                    weights=self._pool.weights(slot),
+                    rows=torch.from_numpy(rows),
+                    padded_rows=torch.from_numpy(np.concatenate([rows, padding])),
+                    span=span,
+                )
+            )
+        return _TorchBatch(tuple(result))
+
+    def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
+        """See `LoraBackend.add`."""
+        assert isinstance(batch, _TorchBatch)
+        index = layer * len(SITES) + SITE_INDEX[site]
+        for group in batch.groups:
+            weights = group.weights.sites[index]
+            if weights is None:
+                continue
+            count = len(group.rows)
+            if group.span is not None and count % ROW_MULTIPLE == 0:
+                x_MK = x_TK[group.span]
+            else:
+                x_MK = x_TK.index_select(0, group.padded_rows)
+            h_MR = torch.mm(x_MK.float(), weights.a_KR).mul_(weights.scale_R)
+            for part in weights.slices:
+                delta_mN = torch.mm(h_MR[:, part.ranks], part.b_RN)[:count]
+                if group.span is not None:
+                    y_mN = y_TN[group.span, part.outputs]
+                    y_mN.copy_(y_mN.float().add_(delta_mN))
+                else:
+                    y_mN = y_TN[group.rows, part.outputs]
+                    y_TN[group.rows, part.outputs] = y_mN.float().add_(delta_mN).to(y_TN.dtype)
+
+
+# ----------------------------------------------------------------------------------------- native
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeBatch:
+    step: LoraStep
+    is_active: npt.NDArray[np.bool_]  # by layer * 4 + site
+    weights: tuple[NativeWeights, ...]  # keeps the memory alive that `step` points to
+
+
+class NativeLora:
+    """One call of the C kernel per site, over all adapters of the step."""
+
+    name: Final = "native"
+
+    def __init__(
+        self, pool: SlotWeights[NativeWeights], shape: ModelShape, kernel: LoraKernel
+    ) -> None:
+        self._pool = pool
+        self._kernel = kernel
+        self._layouts = site_layouts(shape)
+        self._max_inputs = max(layout.num_inputs for layout in self._layouts)
+        self._offsets = [
+            SliceOffsets.of(tuple(width for _, _, width in layout.slices))
+            for layout in self._layouts
+        ]
+        self._offset_addresses = [offsets.begins.ctypes.data for offsets in self._offsets]
+        self._prepared: _Prepared[_NativeBatch] = _Prepared()
+
+    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+        """See `LoraBackend.prepare`."""
+        return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
+
+    def _make_batch(self, slot_T: Int32Array) -> _NativeBatch | None:
+        groups = Groups.of(slot_T)
+        if groups is None:
+            return None
+        weights = tuple(self._pool.weights(slot) for slot in groups.slots)
+        tables: list[npt.NDArray[Any]] = [packed.sites for packed in weights]
+        step = LoraStep(
+            site_tables=tables,
+            group_sizes=groups.sizes,
+            rows=groups.rows,
+            max_inputs=self._max_inputs,
+            num_threads=torch.get_num_threads(),
+        )
+        is_active = np.any([table["rank_total"] > 0 for table in tables], axis=0)
+        return _NativeBatch(step, is_active, weights)
+
+    def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
+        """See `LoraBackend.add`."""
+        assert isinstance(batch, _NativeBatch)
+        site_index = SITE_INDEX[site]
+        index = layer * len(SITES) + site_index
+        if batch.is_active[index]:
+            self._kernel.add(y_TN, x_TK, self._offset_addresses[site_index], index, batch.step)

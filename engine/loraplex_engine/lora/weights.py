@@ -1,0 +1,186 @@
+"""An adapter's weights as each CPU backend wants them.
+
+Memory for weights comes from anonymous mappings of its own, so that it goes back to the system the
+moment an adapter is evicted, whatever the heap looks like by then.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from loraplex_kernels.cpu.lora import SITE_DTYPE, blocked_outputs
+from torch import Tensor
+
+from loraplex_engine.artifact import AdapterArtifact, LoraPair, ModelShape, ModuleName, TensorView
+from loraplex_engine.lora.sites import SITES, SiteLayout, site_layouts
+
+_ALIGNMENT: Final = 64
+
+
+def mapped_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory that is unmapped when its last user is gone."""
+    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=np.uint8)
+
+
+# ------------------------------------------------------------------------------------------ torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSlice:
+    """One slice of a site: its ranks in h, its outputs in y, its B."""
+
+    ranks: slice
+    outputs: slice
+    b_RN: Tensor  # fp32
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSite:
+    """One (layer, site): A of all slices stacked, so that x is multiplied once."""
+
+    a_KR: Tensor  # fp32; a view of (R, K)
+    scale_R: Tensor  # fp32
+    slices: tuple[TorchSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchWeights:
+    """An adapter in fp32; None at sites it does not touch."""
+
+    sites: tuple[TorchSite | None, ...]  # by layer * 4 + site
+    size_bytes: int
+
+
+def pack_torch(artifact: AdapterArtifact, shape: ModelShape) -> TorchWeights:
+    """Widen to fp32, exactly; the rank of each slice is padded with zeros to a multiple of 8.
+
+    Padding is safe: a padded column of h is 0 * x summed, its row of B is 0, and 0 + d is d.
+    """
+    layouts = site_layouts(shape)
+    pairs = [
+        _site_pairs(artifact, layer, layout)
+        for layer in range(shape.num_layers)
+        for layout in layouts
+    ]
+    num_floats = sum(
+        _padded(pair.rank) * (pair.a.shape[1] + width) for site in pairs for pair, _, width in site
+    )
+    memory = torch.from_numpy(mapped_memory(num_floats * 4).view(np.float32))
+    sites: list[TorchSite | None] = []
+    used = 0
+
+    def take(rows: int, columns: int) -> Tensor:
+        nonlocal used
+        used += rows * columns
+        return memory[used - rows * columns : used].view(rows, columns)
+
+    for index, site in enumerate(pairs):
+        if not site:
+            sites.append(None)
+            continue
+        total = sum(_padded(pair.rank) for pair, _, _ in site)
+        a_RK = take(total, layouts[index % len(SITES)].num_inputs)
+        scale_R = torch.zeros(total)
+        slices, rank_begin = [], 0
+        for pair, begin, width in site:
+            rank_end = rank_begin + _padded(pair.rank)
+            a_RK[rank_begin : rank_begin + pair.rank] = torch.from_numpy(pair.a.to_float32())
+            scale_R[rank_begin:rank_end] = pair.scale
+            b_RN = take(_padded(pair.rank), width)
+            b_RN[: pair.rank] = torch.from_numpy(pair.b.to_float32()).T
+            slices.append(
+                TorchSlice(slice(rank_begin, rank_end), slice(begin, begin + width), b_RN)
+            )
+            rank_begin = rank_end
+        sites.append(TorchSite(a_RK.T, scale_R, tuple(slices)))
+    return TorchWeights(tuple(sites), num_floats * 4)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // 8) * 8
+
+
+def _site_pairs(
+    artifact: AdapterArtifact, layer: int, layout: SiteLayout
+) -> list[tuple[LoraPair, int, int]]:
+    """(pair, first output, outputs) of the slices of a site that the adapter has."""
+    found = []
+    for linear, begin, width in layout.slices:
+        pair = artifact.pairs.get(ModuleName(layer, linear))
+        if pair is not None:
+            found.append((pair, begin, width))
+    return found
+
+
+# ----------------------------------------------------------------------------------------- native
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeights:
+    """An adapter as lora.c reads it: bf16 if it was stored so, else fp32."""
+
+    sites: npt.NDArray[Any]  # SITE_DTYPE, by layer * 4 + site; points into `memory`
+    memory: npt.NDArray[np.uint8]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of weights and table."""
+        return self.memory.nbytes + self.sites.nbytes
+
+
+def pack_native(artifact: AdapterArtifact, shape: ModelShape) -> NativeWeights:
+    """Lay out all sites one after another, in the order a step reads them."""
+    is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
+    layouts = site_layouts(shape)
+    sites = np.zeros(shape.num_layers * len(SITES), dtype=SITE_DTYPE)
+    sites["is_bf16"] = is_bf16
+    arena = _Arena()
+
+    def stored(tensor: TensorView) -> npt.NDArray[Any]:
+        return tensor.bits() if is_bf16 else tensor.to_float32()
+
+    for index, site in enumerate(sites):
+        layer, layout = index // len(SITES), layouts[index % len(SITES)]
+        pairs = [artifact.pairs.get(ModuleName(layer, linear)) for linear, _, _ in layout.slices]
+        if not any(pairs):
+            continue
+        site["a"] = arena.place(np.concatenate([stored(pair.a) for pair in pairs if pair]))
+        for position, pair in enumerate(pairs):
+            if pair is not None:
+                site["b"][position] = arena.place(blocked_outputs(stored(pair.b)))
+                site["scale"][position] = pair.scale
+                site["rank"][position] = pair.rank
+        site["rank_total"] = site["rank"].sum()
+
+    memory = arena.finish()
+    # Offsets become addresses, which are fixed as long as `memory` lives.
+    sites["a"][sites["rank_total"] > 0] += np.uint64(memory.ctypes.data)
+    sites["b"][sites["rank"] > 0] += np.uint64(memory.ctypes.data)
+    return NativeWeights(sites, memory)
+
+
+class _Arena:
+    """Arrays on their way into one block of memory."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, npt.NDArray[Any]]] = []
+        self._used = 0
+
+    def place(self, part: npt.NDArray[Any]) -> int:
+        """The offset that the array will have."""
+        begin = self._used
+        self._parts.append((begin, part))
+        self._used = begin + -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return begin
+
+    def finish(self) -> npt.NDArray[np.uint8]:
+        """Copy all of them into place."""
+        memory = mapped_memory(self._used)
+        for begin, part in self._parts:
+            memory[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
+        return memory

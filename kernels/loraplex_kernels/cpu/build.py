@@ -1,0 +1,104 @@
+"""Compile a C file of this folder once and keep the library in a cache.
+
+The name of the library is a hash of the source, the flags, the compiler and the CPU's features, so a
+changed file, compiler or machine (a cache on a shared disk) never finds a stale one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+SOURCES: Final = Path(__file__).parent
+
+# No -ffast-math, and no fusing that the source does not ask for: results must not depend on how the
+# compiler happens to unroll a loop.
+FLAGS: Final = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-fvisibility=default",
+    "-shared",
+    "-fPIC",
+)
+
+COMPILE_TIMEOUT_S: Final = 120
+
+
+class NativeBuildError(Exception):
+    """There is no C compiler, or it cannot build the kernel for this CPU."""
+
+
+def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
+    """The library built from `<name>.c`, compiled now unless the cache has it.
+
+    Import torch first: the library then shares torch's OpenMP threads instead of starting its own.
+
+    Raises:
+        NativeBuildError: it cannot be built or loaded here; use the torch fallback.
+    """
+    source = SOURCES / f"{name}.c"
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise NativeBuildError("no C compiler (cc, gcc or clang) on PATH")
+    headers = sorted(SOURCES.glob("*.h"))
+    code = b"".join(path.read_bytes() for path in (source, *headers))
+    parts = (code, " ".join(FLAGS).encode(), _version(compiler), _cpu_features())
+    key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    library = cache_dir / f"{name}-{key[:32]}.so"
+    try:
+        if not library.is_file():
+            _compile(compiler, source, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeBuildError(f"cannot load {library.name}: {error}") from error
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(descriptor)
+    try:
+        command = [compiler, *FLAGS, "-o", partial, str(source), "-lm"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+        if done.returncode != 0:
+            raise NativeBuildError(f"{compiler} failed on {source.name}: {done.stderr[-500:]}")
+        # Another process may have been first; both libraries are the same.
+        os.replace(partial, library)
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"{compiler} took more than {COMPILE_TIMEOUT_S} s") from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+@cache
+def _version(compiler: str) -> bytes:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"{compiler} does not run: {error}") from error
+    return done.stdout
+
+
+@cache
+def _cpu_features() -> bytes:
+    """What -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor().encode()
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    seen = {line for line in lines if line.startswith(wanted)}
+    return "\n".join([platform.machine(), *sorted(seen)]).encode()

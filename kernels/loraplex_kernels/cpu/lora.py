@@ -1,0 +1,181 @@
+"""Python side of lora.c: the layout of an adapter's weights, and one call per site.
+
+Everything that is the same for a whole step (groups, tasks, row order, scratch) is laid out once in a
+`LoraStep`; `lora_add` then costs one foreign call. Reference: `reference.lora_shrink` and
+`reference.lora_expand`. Contract of rounding and order: the header of lora.c.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraplex_kernels.cpu.build import load_library
+
+MAX_SLICES: Final = 3
+OUT_BLOCK: Final = 32
+ROW_TILE: Final = 2
+
+# lora_site in lora.c
+SITE_DTYPE: Final = np.dtype(
+    [
+        ("a", np.uint64),
+        ("b", np.uint64, (MAX_SLICES,)),
+        ("scale", np.float32, (MAX_SLICES,)),
+        ("rank", np.int32, (MAX_SLICES,)),
+        ("is_bf16", np.int32),
+        ("rank_total", np.int32),
+    ]
+)
+
+
+class _Step(ctypes.Structure):
+    """lora_step in lora.c."""
+
+    _fields_ = (
+        ("sites", ctypes.c_void_p),
+        ("tasks", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_floats", ctypes.c_int64),
+        ("num_tasks", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOffsets:
+    """Where the slices of a merged linear begin in its output; the last entry is its width."""
+
+    begins: npt.NDArray[np.int32]  # (MAX_SLICES + 1,)
+
+    @classmethod
+    def of(cls, widths: tuple[int, ...]) -> SliceOffsets:
+        """Offsets of slices of these widths."""
+        begins = np.full(MAX_SLICES + 1, sum(widths), dtype=np.int32)
+        begins[: len(widths)] = np.cumsum((0, *widths[:-1]))
+        return cls(begins)
+
+
+class LoraStep:
+    """Which rows use which adapter in one step, as lora.c wants it; holds all memory it points to."""
+
+    def __init__(
+        self,
+        *,
+        site_tables: list[npt.NDArray[Any]],
+        group_sizes: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int32],
+        max_inputs: int,
+        num_threads: int,
+    ) -> None:
+        """Lay out a step.
+
+        Args:
+            site_tables: per group, the adapter's sites (SITE_DTYPE), one entry per (layer, site).
+            group_sizes: rows of each group.
+            rows: row indices into x and y, group after group.
+            max_inputs: largest K of any site.
+            num_threads: threads that a call may use.
+        """
+        tasks = _split_tasks(group_sizes, num_threads)
+        max_rank = max(int(table["rank_total"].max()) for table in site_tables)
+        scratch_floats = -(-ROW_TILE * (max_inputs + max_rank) // 16) * 16
+        self._sites = np.array([table.ctypes.data for table in site_tables], dtype=np.uint64)
+        self._tasks = tasks
+        self._rows = np.ascontiguousarray(rows, dtype=np.int32)
+        self._scratch = np.empty(scratch_floats * num_threads, dtype=np.float32)
+        self._site_tables = site_tables
+        self._struct = _Step(
+            sites=self._sites.ctypes.data,
+            tasks=self._tasks.ctypes.data,
+            rows=self._rows.ctypes.data,
+            scratch=self._scratch.ctypes.data,
+            scratch_floats=scratch_floats,
+            num_tasks=len(tasks),
+            num_threads=num_threads,
+        )
+        self.address = ctypes.addressof(self._struct)
+
+
+def _split_tasks(group_sizes: npt.NDArray[np.int32], num_threads: int) -> npt.NDArray[np.int32]:
+    """(group, begin, end) of each task: small enough to share out, large enough to reuse weights."""
+    num_rows = int(group_sizes.sum())
+    rows_per_task = max(ROW_TILE, min(32, -(-num_rows // (2 * num_threads))))
+    tasks: list[tuple[int, int, int]] = []
+    begin = 0
+    for group, size in enumerate(group_sizes.tolist()):
+        end = begin + size
+        tasks += [
+            (group, at, min(at + rows_per_task, end)) for at in range(begin, end, rows_per_task)
+        ]
+        begin = end
+    return np.array(tasks, dtype=np.int32).reshape(-1, 3)
+
+
+def blocked_outputs(b_NR: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """B (N, R) in the order lora.c reads it: (ceil(N / 32), R, 32), padded with zeros."""
+    num_outputs, rank = b_NR.shape
+    num_blocks = -(-num_outputs // OUT_BLOCK)
+    padded = np.zeros((num_blocks * OUT_BLOCK, rank), dtype=b_NR.dtype)
+    padded[:num_outputs] = b_NR
+    return np.ascontiguousarray(padded.reshape(num_blocks, OUT_BLOCK, rank).transpose(0, 2, 1))
+
+
+class LoraKernel:
+    """The compiled kernel."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        """Load it, compiling it first if need be.
+
+        Raises:
+            NativeBuildError: not on this machine.
+        """
+        self._add = load_library("lora", cache_dir).lora_add
+        self._add.restype = None
+        self._add.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+        )
+
+    def add(
+        self, y_TN: Tensor, x_TK: Tensor, slices_address: int, site_index: int, step: LoraStep
+    ) -> None:
+        """y[row] += B (scale * (A x[row])) in place, for every row of `step`.
+
+        Shapes: T rows, K inputs, N outputs over all slices.
+        Args:
+            y_TN: (T, N) bf16 or fp32, contiguous.   x_TK: (T, K), dtype of y, contiguous.
+            slices_address: of the `SliceOffsets.begins` of the site.
+            site_index: entry of the adapters' site tables.
+        Raises:
+            ValueError: dtype or layout differ from the above.
+        """
+        dtype = y_TN.dtype
+        if dtype is not x_TK.dtype or not (dtype is torch.bfloat16 or dtype is torch.float32):
+            raise ValueError(f"y is {dtype} and x {x_TK.dtype}: both must be bf16 or fp32")
+        if not (y_TN.is_contiguous() and x_TK.is_contiguous()):
+            raise ValueError("x and y must be contiguous")
+        self._add(
+            y_TN.data_ptr(),
+            x_TK.data_ptr(),
+            dtype is torch.bfloat16,
+            x_TK.shape[1],
+            y_TN.shape[1],
+            slices_address,
+            site_index,
+            step.address,
+        )

@@ -1,0 +1,65 @@
+"""Plain-torch references of every kernel: slow, obvious, and what all others are compared to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lora_shrink(x_TK: Tensor, a_LRK: Tensor, slot_T: Tensor) -> Tensor:
+    """h[t] = a[slot[t]] @ x[t]; zeros where slot[t] == -1 (no adapter).
+
+    Shapes: T tokens, K inputs, L adapter slots, R rank (padded with zeros to the largest).
+    Args:
+        x_TK: (T, K) bf16, fp16 or fp32.   a_LRK: (L, R, K), dtype of x.
+        slot_T: (T,) int32 in [-1, L).
+    Returns:
+        (T, R) fp32: the sum over K is kept in fp32 so that `lora_expand` rounds only once.
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    Source: Punica SGMV, arXiv 2310.18547.
+    """
+    _check_slots(slot_T, num_tokens=x_TK.shape[0], num_slots=a_LRK.shape[0])
+    if a_LRK.shape[2] != x_TK.shape[1] or a_LRK.dtype != x_TK.dtype:
+        raise ValueError(f"a is {a_LRK.shape} {a_LRK.dtype}, x is {x_TK.shape} {x_TK.dtype}")
+    h_TR = torch.zeros(x_TK.shape[0], a_LRK.shape[1], dtype=torch.float32)
+    for token, slot in enumerate(slot_T.tolist()):
+        # A token is computed from its own adapter alone: no mask is ever multiplied in, because a
+        # neighbour's overflow times zero is NaN.
+        if slot >= 0:
+            h_TR[token] = a_LRK[slot].float() @ x_TK[token].float()
+    return h_TR
+
+
+def lora_expand(
+    y_TN: Tensor, h_TR: Tensor, b_LNR: Tensor, slot_T: Tensor, scale_L: Tensor
+) -> Tensor:
+    """y[t] + scale[slot[t]] * (b[slot[t]] @ h[t]), rounded once; y[t] itself where slot[t] == -1.
+
+    Shapes: T tokens, N outputs, L adapter slots, R rank (padded with zeros to the largest).
+    Args:
+        y_TN: (T, N) bf16, fp16 or fp32; not changed.   h_TR: (T, R) fp32, from `lora_shrink`.
+        b_LNR: (L, N, R), any float dtype.   slot_T: (T,) int32 in [-1, L).
+        scale_L: (L,) fp32: alpha / r, or alpha / sqrt(r).
+    Returns:
+        (T, N), dtype of y.
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    Source: Punica SGMV, arXiv 2310.18547.
+    """
+    _check_slots(slot_T, num_tokens=y_TN.shape[0], num_slots=b_LNR.shape[0])
+    if b_LNR.shape[1:] != (y_TN.shape[1], h_TR.shape[1]) or h_TR.dtype != torch.float32:
+        raise ValueError(f"b is {b_LNR.shape}, y is {y_TN.shape}, h is {h_TR.shape} {h_TR.dtype}")
+    result_TN = y_TN.clone()
+    for token, slot in enumerate(slot_T.tolist()):
+        if slot >= 0:
+            delta_N = b_LNR[slot].float() @ (h_TR[token] * scale_L[slot].float())
+            result_TN[token] = (y_TN[token].float() + delta_N).to(y_TN.dtype)
+    return result_TN
+
+
+def _check_slots(slot_T: Tensor, *, num_tokens: int, num_slots: int) -> None:
+    if slot_T.shape != (num_tokens,) or slot_T.dtype != torch.int32:
+        raise ValueError(f"slot is {slot_T.shape} {slot_T.dtype}, not ({num_tokens},) int32")
+    if num_tokens and not -1 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots:
+        raise ValueError(f"slots must lie in [-1, {num_slots})")
