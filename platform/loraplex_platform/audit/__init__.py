@@ -1,0 +1,1 @@
+"""Who did what, and the replies kept for repeated POSTs."""

@@ -1,0 +1,158 @@
+"""The control API as an ASGI app: its parts, their lifetime, its routes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
+from fastapi import FastAPI
+from loraplex_engine.artifact import AdapterStore
+
+from loraplex_platform.control import bootstrap, docs, health, login
+from loraplex_platform.control.context import ControlContext
+from loraplex_platform.control.errors import install_error_handlers
+from loraplex_platform.control.metrics import ControlMetrics
+from loraplex_platform.control.middleware import RequestMiddleware
+from loraplex_platform.db.session import open_database
+from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.fleet.routes import router as fleet_router
+from loraplex_platform.gateway.routing import Router
+from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
+from loraplex_platform.metering.routes import router as metering_router
+from loraplex_platform.playground.routes import router as playground_router
+from loraplex_platform.playground.service import Playground
+from loraplex_platform.registry import routes as registry
+from loraplex_platform.registry.probe import Prober
+from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
+from loraplex_platform.registry.validation import Validator
+from loraplex_platform.settings import ControlSettings
+from loraplex_platform.tenancy.routes import router as tenancy_router
+from loraplex_platform.users import routes as users
+from loraplex_platform.users.passwords import Passwords
+
+log = structlog.get_logger(__name__)
+
+_UPLOAD_PATH = re.compile(r"/admin/v1/tenants/[^/]+/adapters/?")
+
+_DESCRIPTION = (
+    "Administer tenants, API keys, adapters and deployments; read usage, money, load and the "
+    "invariants that prove them. Tenants' own requests go to the gateway, not here."
+)
+
+
+def create_app(settings: ControlSettings, *, passwords: Passwords | None = None) -> FastAPI:
+    """The app; its lifespan opens the database, registers the base model and finds the engines.
+
+    Args:
+        settings: of this process.
+        passwords: how passwords are hashed; tests pass cheap parameters.
+    """
+    metrics = ControlMetrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            app.state.context = await _open(stack, settings, metrics, passwords or Passwords())
+            yield
+
+    app = FastAPI(
+        title="Loraplex control API",
+        description=_DESCRIPTION,
+        version=_version(),
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's page loads scripts from elsewhere; ours is docs.py
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=metrics,
+        max_upload_bytes=settings.max_adapter_bytes + MULTIPART_OVERHEAD_BYTES,
+        is_upload=lambda path: _UPLOAD_PATH.fullmatch(path) is not None,
+        form_targets=(_origin(settings.console_url),),
+    )
+    install_error_handlers(app)
+    for router in (
+        health.router,
+        docs.router,
+        login.router,
+        tenancy_router,
+        registry.base_models_router,
+        registry.adapters_router,
+        registry.uploads_router,
+        registry.deployments_router,
+        playground_router,
+        metering_router,
+        fleet_router,
+        users.router,
+        users.login_router,
+        users.sessions_router,
+    ):
+        app.include_router(router)
+    return app
+
+
+async def _open(
+    stack: AsyncExitStack, settings: ControlSettings, metrics: ControlMetrics, passwords: Passwords
+) -> ControlContext:
+    sessions = (await stack.enter_async_context(open_database(settings))).sessions
+    base_model = await bootstrap.ensure_base_model(sessions, settings)
+    client_id = f"control-{secrets.token_hex(4)}"
+    redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
+    fleet = EngineFleet(
+        Router(
+            sessions,
+            gateway_id=client_id,
+            redis_url=redis_url,
+            curve_secret_key_file=settings.curve_secret_key_file,
+        )
+    )
+    await stack.enter_async_context(fleet.running())
+    texts = await asyncio.to_thread(ModelTexts.read, settings.model_dir)
+    tokenizer = await asyncio.to_thread(BaseTokenizer, texts)
+    stack.callback(tokenizer.close)
+    # trust_env off: a proxy of the environment must never see the conversations or the keys.
+    client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+    intake = AdapterIntake(
+        sessions,
+        base_model,
+        Validator(
+            settings.model_dir / "config.json",
+            max_rank=settings.max_adapter_rank,
+            max_bytes=settings.max_adapter_bytes,
+            memory_bytes=settings.validation_memory_bytes,
+            timeout_s=settings.validation_timeout_s,
+        ),
+        AdapterStore(settings.store_url),
+        Prober(sessions, fleet, tokenizer, owner=client_id),
+    )
+    return ControlContext(
+        settings=settings,
+        sessions=sessions,
+        fleet=fleet,
+        intake=intake,
+        playground=Playground(sessions, client, settings.gateway_url, settings.key_pepper),
+        passwords=passwords,
+        metrics=metrics,
+        origins=frozenset({_origin(settings.console_url)}),
+    )
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _version() -> str:
+    try:
+        return version("loraplex")
+    except PackageNotFoundError:
+        return "0"

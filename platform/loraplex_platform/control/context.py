@@ -1,0 +1,46 @@
+"""What the control API's handlers share, built once in the app's lifespan and passed by request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from loraplex_platform.control.metrics import ControlMetrics
+from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.playground.service import Playground
+from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.settings import ControlSettings
+from loraplex_platform.users.passwords import Passwords
+
+
+@dataclass(frozen=True, slots=True)
+class ControlContext:
+    """The process's long-lived parts."""
+
+    settings: ControlSettings
+    sessions: async_sessionmaker[AsyncSession]
+    fleet: EngineFleet
+    intake: AdapterIntake
+    playground: Playground
+    passwords: Passwords
+    metrics: ControlMetrics
+    origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
+
+
+def get_context(request: Request) -> ControlContext:
+    """The context of the app that serves this request."""
+    context: ControlContext = request.app.state.context
+    return context
+
+
+def get_session(request: Request) -> AsyncSession:
+    """The request's session; its transaction is committed by the route, never by a service."""
+    session: AsyncSession = request.state.session
+    return session
+
+
+Context = Annotated[ControlContext, Depends(get_context)]
+DbSession = Annotated[AsyncSession, Depends(get_session)]

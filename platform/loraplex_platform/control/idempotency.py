@@ -1,0 +1,120 @@
+"""Idempotency-Key on POST: the first call's reply again, instead of a second effect.
+
+The record is claimed in a transaction of its own, so that a concurrent copy sees it (409), and
+completed in the transaction of the operation itself, so that effect and reply are kept together or
+not at all. A failed operation has no effect and leaves no record: its key may be tried again.
+Secrets are never stored: a replay shows what was made, without the secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from loraplex_platform.audit import queries
+from loraplex_platform.errors import ConflictError, IdempotencyReuseError, InvalidRequestError
+
+HEADER = "idempotency-key"
+MAX_KEY_CHARS = 255
+KEEP = timedelta(hours=24)
+# A process that died while working frees the key after this.
+RUNNING_FOR = timedelta(minutes=15)
+_SECRET_FIELDS = frozenset({"secret", "password", "token"})
+
+
+class IdempotencyInProgressError(ConflictError):
+    """The first call with this key is still running."""
+
+    code = "idempotency_in_progress"
+
+
+class Idempotency:
+    """One POST under an Idempotency-Key."""
+
+    def __init__(
+        self, sessions: async_sessionmaker[AsyncSession], principal: str, route: str, key: str
+    ) -> None:
+        self._sessions = sessions
+        digest = hashlib.sha256(key.encode()).digest()
+        self._scope = queries.Scope(principal, route[:160], digest)
+
+    @classmethod
+    def of(
+        cls, sessions: async_sessionmaker[AsyncSession], principal: str, request: Request
+    ) -> Idempotency | None:
+        """None if the request carries no key.
+
+        Raises:
+            InvalidRequestError: the key is empty, too long or not printable ASCII.
+        """
+        key = request.headers.get(HEADER)
+        if key is None:
+            return None
+        if not 1 <= len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+            raise InvalidRequestError(
+                f"Idempotency-Key: use 1 to {MAX_KEY_CHARS} printable ASCII characters, for "
+                "example a UUID.",
+                param="Idempotency-Key",
+            )
+        return cls(sessions, principal, f"POST {request.url.path}", key)
+
+    async def begin(self, fingerprint: bytes) -> Response | None:
+        """Claim the key, or the stored reply of the call that had it first.
+
+        Raises:
+            IdempotencyReuseError: that call had another body.
+            IdempotencyInProgressError: it is still running.
+        """
+        async with self._sessions() as session:
+            is_claimed = await queries.claim(session, self._scope, fingerprint, RUNNING_FOR)
+            await session.commit()
+            if is_claimed:
+                return None
+            record = await queries.find(session, self._scope)
+        if record is not None and record.fingerprint != fingerprint:
+            raise IdempotencyReuseError(
+                "This Idempotency-Key was used with another body; use a new key."
+            )
+        if record is None or record.status is None:
+            raise IdempotencyInProgressError(
+                "The first request with this Idempotency-Key is still running; try again.",
+                retry_after_s=1,
+            )
+        return JSONResponse(
+            record.response, record.status, headers={"idempotency-replayed": "true"}
+        )
+
+    async def finish(self, session: AsyncSession, response: Response) -> None:
+        """Keep the reply, in the operation's transaction."""
+        body = json.loads(bytes(response.body)) if response.body else {}
+        await queries.finish(
+            session,
+            self._scope,
+            response.status_code,
+            without_secrets(body),
+            datetime.now(UTC) + KEEP,
+        )
+
+    async def abandon(self) -> None:
+        """The operation failed and had no effect."""
+        async with self._sessions() as session:
+            await queries.drop(session, self._scope)
+            await session.commit()
+
+
+def without_secrets(value: Any) -> Any:  # noqa: ANN401 (any JSON)
+    """The same JSON with the values of secret fields gone."""
+    if isinstance(value, dict):
+        return {
+            name: None if name in _SECRET_FIELDS else without_secrets(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    return value

@@ -1,0 +1,140 @@
+"""The route classes of /admin/v1: authorise, open the transaction, run, keep the reply, commit.
+
+FastAPI parses a body before it solves dependencies. Authorising here instead means that nobody
+without credentials can make this process read or parse anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import APIKeyCookie, HTTPBearer
+
+from loraplex_platform.audit.service import Actor
+from loraplex_platform.control.auth import SESSION_COOKIE, Principal, authorize
+from loraplex_platform.control.context import get_context
+from loraplex_platform.control.idempotency import Idempotency
+from loraplex_platform.control.schemas import ERROR_RESPONSES
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+# For the OpenAPI page only; `authorize` decides.
+_BEARER = HTTPBearer(auto_error=False, description="The admin key, lpx_ak_...")
+_COOKIE = APIKeyCookie(name=SESSION_COOKIE, auto_error=False, description="Set by POST /sessions.")
+
+
+class PublicRoute(APIRoute):
+    """For logging in: no credentials are asked for. The handler owns its transactions."""
+
+    def get_route_handler(self) -> Handler:
+        """As FastAPI calls it, once per route."""
+        handle = super().get_route_handler()
+
+        async def handle_public(request: Request) -> Response:
+            await request.body()  # here, so that the body cap's error is ours to answer
+            return await handle(request)
+
+        return handle_public
+
+
+class AdminRoute(APIRoute):
+    """Only for the authorised; POSTs take an Idempotency-Key over the whole body."""
+
+    def get_route_handler(self) -> Handler:
+        """As FastAPI calls it, once per route."""
+        handle = super().get_route_handler()
+
+        async def handle_for_principal(request: Request) -> Response:
+            principal = await _identify(request)
+            body = await request.body()
+            keyed = None
+            if request.method == "POST":
+                sessions = get_context(request).sessions
+                keyed = Idempotency.of(sessions, principal.name, request)
+            if keyed is None:
+                return await in_transaction(request, handle)
+            return await run_once(
+                request, keyed, hashlib.sha256(body).digest(), lambda: handle(request)
+            )
+
+        return handle_for_principal
+
+
+class StreamedRoute(APIRoute):
+    """Authorised like `AdminRoute`, but the handler reads the body and owns its transactions.
+
+    For uploads, which must not be read into memory, and for streams, which outlive a transaction.
+    """
+
+    def get_route_handler(self) -> Handler:
+        """As FastAPI calls it, once per route."""
+        handle = super().get_route_handler()
+
+        async def handle_for_principal(request: Request) -> Response:
+            await _identify(request)
+            if self.body_field is not None:
+                await request.body()
+            return await handle(request)
+
+        return handle_for_principal
+
+
+async def _identify(request: Request) -> Principal:
+    """Authorise, and leave who it is where handlers find it."""
+    principal = await authorize(request, get_context(request))
+    request.state.principal = principal
+    request.state.actor = Actor(principal.kind, principal.actor_id, request.state.request_id)
+    return principal
+
+
+async def in_transaction(
+    request: Request, handle: Handler, *, keyed: Idempotency | None = None
+) -> Response:
+    """Run `handle` with `request.state.session`; commit unless it failed."""
+    async with get_context(request).sessions() as session:
+        request.state.session = session
+        response = await handle(request)
+        if response.status_code < 400:
+            if keyed is not None:
+                await keyed.finish(session, response)
+            await session.commit()
+    return response
+
+
+async def run_once(
+    request: Request,
+    keyed: Idempotency,
+    fingerprint: bytes,
+    operation: Callable[[], Awaitable[Response]],
+) -> Response:
+    """`operation` in a transaction, or its earlier reply."""
+    replay = await keyed.begin(fingerprint)
+    if replay is not None:
+        return replay
+    is_done = False
+    try:
+
+        async def handle(_: Request) -> Response:
+            return await operation()
+
+        response = await in_transaction(request, handle, keyed=keyed)
+        is_done = response.status_code < 400
+    finally:
+        if not is_done:
+            await keyed.abandon()
+    return response
+
+
+def admin_router(prefix: str, tag: str, route_class: type[APIRoute] = AdminRoute) -> APIRouter:
+    """A router below /admin/v1 whose routes all authorise."""
+    return APIRouter(
+        prefix=f"/admin/v1{prefix}",
+        tags=[tag],
+        route_class=route_class,
+        dependencies=[Security(_BEARER), Security(_COOKIE)],
+        responses=ERROR_RESPONSES,
+    )

@@ -1,0 +1,1 @@
+"""Engine replicas and gateways as the control plane sees them."""

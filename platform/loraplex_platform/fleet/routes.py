@@ -1,0 +1,33 @@
+"""The fleet and the overview over HTTP."""
+
+from __future__ import annotations
+
+from loraplex_platform.control.context import Context, DbSession
+from loraplex_platform.control.routing import admin_router
+from loraplex_platform.fleet import queries, service
+from loraplex_platform.fleet.schemas import (
+    FleetResource,
+    OverviewResource,
+    show_gateway,
+    show_replica,
+)
+
+router = admin_router("", "Fleet")
+
+
+@router.get("/fleet")
+async def get_fleet(context: Context, session: DbSession) -> FleetResource:
+    """Live engine replicas with their statistics, and the gateways."""
+    views = await context.fleet.views()
+    gateways = await queries.live_gateways(session)
+    return FleetResource(
+        replicas=[show_replica(view) for view in views],
+        gateways=[show_gateway(gateway) for gateway in gateways],
+    )
+
+
+@router.get("/overview")
+async def get_overview(context: Context, session: DbSession) -> OverviewResource:
+    """Load, speed, what there is, and today's revenue (UTC) in dollars."""
+    views = await context.fleet.views()
+    return service.overview(views, await queries.count_objects(session))

@@ -1,0 +1,174 @@
+"""Usage, the request log and the invariants over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+from uuid import UUID
+
+from fastapi import Depends, Query, Response
+from fastapi.responses import StreamingResponse
+
+from loraplex_platform.control.context import Context, ControlContext, DbSession
+from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.routing import admin_router
+from loraplex_platform.control.schemas import ListPage
+from loraplex_platform.db import Request
+from loraplex_platform.errors import NotFoundError
+from loraplex_platform.ids import MalformedIdError, parse_id
+from loraplex_platform.metering import request_log
+from loraplex_platform.metering.csv_export import to_csv
+from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.metering.schemas import (
+    GROUP_COLUMNS,
+    InvariantsResource,
+    RequestResource,
+    UsageReport,
+    UsageRowResource,
+    show_invariants,
+    show_request,
+    usage_fields,
+)
+from loraplex_platform.metering.usage import (
+    MAX_ROWS,
+    BucketWidth,
+    GroupBy,
+    UsagePage,
+    UsageQuery,
+    report_usage,
+)
+from loraplex_platform.tenancy import service as tenancy
+
+router = admin_router("", "Usage and money")
+
+# A CSV longer than this is cut; narrow the range or the groups.
+MAX_CSV_PAGES = 100
+_FIRST_UNIX_S = 0
+_LAST_UNIX_S = 32_503_680_000  # the year 3000
+
+UnixTime = Annotated[int, Query(ge=_FIRST_UNIX_S, le=_LAST_UNIX_S)]
+
+
+async def _tenant_filter(
+    session: DbSession,
+    tenant_id: Annotated[
+        str | None, Query(description="Only this tenant's; all of them if not given.")
+    ] = None,
+) -> UUID | None:
+    if tenant_id is None:
+        return None
+    try:
+        tenant_uuid = parse_id("tenant", tenant_id)
+    except MalformedIdError:
+        raise NotFoundError("No such tenant.", param="tenant_id") from None
+    return (await tenancy.get_tenant(session, tenant_uuid)).id
+
+
+TenantFilter = Annotated[UUID | None, Depends(_tenant_filter)]
+
+
+def _usage_query(
+    *,
+    tenant: TenantFilter,
+    start_time: Annotated[UnixTime, Query(description="Unix seconds, inclusive.")],
+    end_time: Annotated[
+        UnixTime | None, Query(description="Unix seconds, exclusive; now if not given.")
+    ] = None,
+    bucket_width: Annotated[BucketWidth, Query(description="UTC buckets.")] = "1d",
+    group_by: Annotated[
+        list[GroupBy] | None,
+        Query(alias="group_by[]", max_length=8, description="Repeat it for several."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_ROWS, description="Rows per page.")] = MAX_ROWS,
+    page: Annotated[
+        str | None, Query(max_length=1000, description="The `next_page` of the page before.")
+    ] = None,
+) -> UsageQuery:
+    end = datetime.now(UTC) if end_time is None else datetime.fromtimestamp(end_time, UTC)
+    return UsageQuery(
+        start=datetime.fromtimestamp(start_time, UTC),
+        end=end,
+        bucket_width=bucket_width,
+        group_by=tuple(dict.fromkeys(group_by or ())),
+        tenant_id=tenant,
+        limit=limit,
+        page=page,
+    )
+
+
+@router.get(
+    "/usage",
+    response_model=UsageReport,
+    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+)
+async def get_usage(
+    query: Annotated[UsageQuery, Depends(_usage_query)],
+    context: Context,
+    session: DbSession,
+    format: Annotated[
+        Literal["json", "csv"], Query(description="csv: the whole report, not one page.")
+    ] = "json",
+) -> UsageReport | Response:
+    """Settled requests, their tokens and exact dollars, by time and group.
+
+    From the same rows as the bill. Probes are not in it: the platform pays for those.
+    """
+    first = await report_usage(session, query)
+    if format == "csv":
+        name = f"usage-{query.start:%Y%m%d}-{query.end:%Y%m%d}.csv"
+        return StreamingResponse(
+            _csv(context, query, first),
+            media_type="text/csv; charset=utf-8",
+            headers={"content-disposition": f'attachment; filename="{name}"'},
+        )
+    data = [UsageRowResource(**usage_fields(row, query.group_by)) for row in first.rows]
+    return UsageReport(data=data, has_more=first.next_page is not None, next_page=first.next_page)
+
+
+async def _csv(context: ControlContext, query: UsageQuery, first: UsagePage) -> AsyncIterator[str]:
+    groups = [
+        column
+        for group in GROUP_COLUMNS
+        if group in query.group_by
+        for column in GROUP_COLUMNS[group]
+    ]
+    yield to_csv(
+        [
+            [
+                "start_time",
+                "end_time",
+                *groups,
+                "requests",
+                "prompt_tokens",
+                "cached_tokens",
+                "completion_tokens",
+                "absorbed_tokens",
+                "cost_usd",
+            ]
+        ]
+    )
+    page = first
+    for _ in range(MAX_CSV_PAGES):
+        yield to_csv([list(usage_fields(row, query.group_by).values()) for row in page.rows])
+        if page.next_page is None:
+            return
+        async with context.sessions() as session:
+            page = await report_usage(session, replace(query, page=page.next_page))
+
+
+@router.get("/requests")
+async def list_requests(
+    tenant: TenantFilter, page: Paging, session: DbSession
+) -> ListPage[RequestResource]:
+    """The request log, newest first: metadata only, never what was said."""
+    statement = request_log.requests_of(tenant)
+    rows, has_more = await fetch(session, statement, Request.id, page, "request")
+    return to_list(rows, has_more, show_request)
+
+
+@router.get("/invariants")
+async def get_invariants(context: Context) -> InvariantsResource:
+    """Check the books now: generated = billed + absorbed + discarded, and all that follows."""
+    return show_invariants(await check_invariants(context.sessions))

@@ -1,0 +1,227 @@
+"""Usage, the request log and the invariants on the wire."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel as Schema
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from loraplex_platform.billing.money import format_usd
+from loraplex_platform.control.schemas import Resource, UnixSeconds
+from loraplex_platform.db import Request
+from loraplex_platform.ids import format_id
+from loraplex_platform.metering.invariants import InvariantReport
+from loraplex_platform.metering.usage import GroupBy, UsageRow
+
+# The columns of each group, in the order of the report.
+GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
+    "tenant_id": ("tenant_id", "tenant"),
+    "key_id": ("key_id",),
+    "model": ("model",),
+    "adapter_version_id": ("adapter_version_id",),
+}
+
+
+class UsageRowResource(Schema):
+    """One time bucket and group. Only the fields grouped by are there."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "start_time": 1764374400,
+                    "end_time": 1764460800,
+                    "tenant_id": "ten_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f",
+                    "tenant": "acme",
+                    "requests": 12,
+                    "prompt_tokens": 480,
+                    "cached_tokens": 0,
+                    "completion_tokens": 771,
+                    "absorbed_tokens": 0,
+                    "cost_usd": "0.000251000000",
+                }
+            ]
+        }
+    )
+
+    start_time: int
+    end_time: int
+    tenant_id: str | None = None
+    tenant: str | None = Field(default=None, description="The tenant's slug.")
+    key_id: str | None = None
+    model: str | None = None
+    adapter_version_id: str | None = Field(default=None, description="null: the base model.")
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    absorbed_tokens: int = Field(description="Output tokens that the platform paid for.")
+    cost_usd: str = Field(description="Exact dollars, 12 digits after the point.")
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialise(self)
+        return {name: fields[name] for name in fields if name in self.model_fields_set}
+
+
+class UsageReport(Schema):
+    """A report; pass `next_page` as `page` for more."""
+
+    object: Literal["list"] = "list"
+    data: list[UsageRowResource]
+    first_id: None = None
+    last_id: None = None
+    has_more: bool
+    next_page: str | None
+
+
+class IdentityResource(Schema):
+    """generated = billed + absorbed + discarded, in tokens; `difference` is what is off."""
+
+    generated: int
+    billed: int
+    absorbed: int
+    discarded_past_stop: int
+    discarded_past_abort: int
+    difference: int
+    pending_requests: int
+    unlanded: int = Field(description="Settled attempts whose journal entry is still on its way.")
+
+
+class InvariantCheck(Schema):
+    """One statement about the books."""
+
+    name: str
+    title: str
+    ok: bool
+    detail: str
+    offenders: list[str] = Field(description="Ids that break it, a few at most.")
+
+
+class InvariantsResource(Schema):
+    """Do the books add up?"""
+
+    object: Literal["invariants"] = "invariants"
+    ok: bool
+    checked_at: UnixSeconds
+    identity: IdentityResource
+    checks: list[InvariantCheck]
+
+
+class RequestResource(Resource):
+    """Metadata of one request; its text is nowhere."""
+
+    object: Literal["request"] = "request"
+    id: str
+    tenant_id: str
+    key_id: str | None = Field(description="null: a probe of the platform's own.")
+    deployment_id: str | None
+    revision_id: str | None
+    adapter_version_id: str | None
+    kind: Literal["user", "probe"]
+    endpoint: str
+    model: str
+    stream: bool
+    state: Literal["reserved", "settled", "voided"]
+    attempt: int
+    replica_id: str | None
+    finish_reason: str | None
+    http_status: int | None
+    error_code: str | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None = Field(description="Billed output tokens.")
+    ttft_ms: int | None
+    e2e_ms: int | None
+    created_at: UnixSeconds
+    settled_at: UnixSeconds | None
+
+
+def usage_fields(row: UsageRow, group_by: tuple[GroupBy, ...]) -> dict[str, Any]:
+    """A report's row, in column order, with the columns of these groups only."""
+    groups = {
+        "tenant_id": None if row.tenant_id is None else format_id("tenant", row.tenant_id),
+        "tenant": row.tenant,
+        "key_id": None if row.key_id is None else format_id("api_key", row.key_id),
+        "model": row.model,
+        "adapter_version_id": None
+        if row.adapter_version_id is None
+        else format_id("adapter_version", row.adapter_version_id),
+    }
+    shown = [
+        column for group in GROUP_COLUMNS if group in group_by for column in GROUP_COLUMNS[group]
+    ]
+    return {
+        "start_time": int(row.start.timestamp()),
+        "end_time": int(row.end.timestamp()),
+        **{column: groups[column] for column in shown},
+        "requests": row.requests,
+        "prompt_tokens": row.prompt_tokens,
+        "cached_tokens": row.cached_tokens,
+        "completion_tokens": row.completion_tokens,
+        "absorbed_tokens": row.absorbed_tokens,
+        "cost_usd": format_usd(row.cost_pico),
+    }
+
+
+def show_invariants(report: InvariantReport) -> InvariantsResource:
+    """The report as the API shows it."""
+    identity = report.identity
+    return InvariantsResource(
+        ok=report.ok,
+        checked_at=report.checked_at,
+        identity=IdentityResource(
+            generated=identity.generated,
+            billed=identity.billed,
+            absorbed=identity.absorbed,
+            discarded_past_stop=identity.discarded_past_stop,
+            discarded_past_abort=identity.discarded_past_abort,
+            difference=identity.difference,
+            pending_requests=identity.pending_requests,
+            unlanded=identity.unlanded,
+        ),
+        checks=[
+            InvariantCheck(
+                name=check.name,
+                title=check.title,
+                ok=check.ok,
+                detail=check.detail,
+                offenders=check.offenders,
+            )
+            for check in report.checks
+        ],
+    )
+
+
+def show_request(request: Request) -> RequestResource:
+    """The request as the API shows it."""
+
+    def optional(kind: str, value: Any) -> str | None:  # noqa: ANN401 (a UUID or None)
+        return None if value is None else format_id(kind, value)
+
+    return RequestResource(
+        id=format_id("request", request.id),
+        tenant_id=format_id("tenant", request.tenant_id),
+        key_id=optional("api_key", request.key_id),
+        deployment_id=optional("deployment", request.deployment_id),
+        revision_id=optional("deployment_revision", request.revision_id),
+        adapter_version_id=optional("adapter_version", request.adapter_version_id),
+        kind="probe" if request.kind == "probe" else "user",
+        endpoint=request.endpoint,
+        model=request.model,
+        stream=request.is_stream,
+        state=request.state,  # type: ignore[arg-type]  # checked by the table
+        attempt=request.attempt,
+        replica_id=request.replica_id,
+        finish_reason=request.finish_reason,
+        http_status=request.http_status,
+        error_code=request.error_code,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        completion_tokens=request.completion_tokens,
+        ttft_ms=request.ttft_ms,
+        e2e_ms=request.e2e_ms,
+        created_at=request.admitted_at,
+        settled_at=request.settled_at,
+    )

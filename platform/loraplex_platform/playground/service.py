@@ -1,0 +1,165 @@
+"""Stream a chat through the gateway with a short-lived key of the tenant.
+
+The gateway meters and bills it like any request of that tenant, and the control API needs no way
+around authentication. The key lives in this process's memory and, as a MAC, in the database; the
+conversation is not kept or logged anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from typing import Any
+from uuid import UUID
+
+import httpx
+import structlog
+from pydantic import SecretStr
+
+from loraplex_platform.audit.service import Actor
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.playground.schemas import PlaygroundRequest
+from loraplex_platform.tenancy import service as tenancy
+
+log = structlog.get_logger(__name__)
+
+KEY_NAME = "playground"
+KEY_LIFETIME = timedelta(minutes=15)
+# A key this close to its end is not used for another conversation.
+_KEY_MARGIN = timedelta(minutes=3)
+_TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=10.0, pool=5.0)
+
+
+class GatewayAnswerError(PlatformError):
+    """The gateway refused; its status, type and code are passed on."""
+
+    def __init__(self, status: int, body: bytes, retry_after: str | None) -> None:
+        error = _error_of(body)
+        super().__init__(
+            str(error.get("message") or f"The gateway answered {status}."),
+            param=error.get("param"),
+            code=error.get("code") or "gateway_error",
+        )
+        self.status = status  # type: ignore[misc]  # a class constant everywhere else
+        self.type = str(error.get("type") or "server_error")  # type: ignore[misc]
+        if retry_after is not None and retry_after.isdigit():
+            self.retry_after_s = float(retry_after)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldKey:
+    secret: str = field(repr=False)
+    expires_at: datetime
+
+
+class Playground:
+    """See the module's header. `client` is closed by its owner."""
+
+    def __init__(
+        self,
+        sessions: SessionFactory,
+        client: httpx.AsyncClient,
+        gateway_url: str,
+        pepper: SecretStr,
+    ) -> None:
+        self._sessions = sessions
+        self._client = client
+        self._url = gateway_url.rstrip("/") + "/v1/chat/completions"
+        self._pepper = pepper
+        self._keys: dict[UUID, _HeldKey] = {}
+        self._minting: defaultdict[UUID, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def open(
+        self, actor: Actor, tenant_id: UUID, chat: PlaygroundRequest
+    ) -> AsyncIterator[bytes]:
+        """The gateway's SSE bytes; closing the iterator aborts the request there.
+
+        Raises:
+            GatewayAnswerError: the gateway refused.
+            UnavailableError: it cannot be reached.
+        """
+        body = {**chat.model_dump(), "stream": True, "stream_options": {"include_usage": True}}
+        for is_last_try in (False, True):
+            key = await self._key_of(actor, tenant_id)
+            stack = AsyncExitStack()
+            try:
+                response = await stack.enter_async_context(self._send(key, body))
+                if response.status_code == HTTPStatus.OK:
+                    return _relay(response, stack)
+                answer = await response.aread()
+                retry_after = response.headers.get("retry-after")
+            except httpx.HTTPError as error:
+                await stack.aclose()
+                log.warning("playground_gateway_unreachable", reason=type(error).__name__)
+                raise UnavailableError(
+                    "The gateway cannot be reached; is it running?",
+                    code="gateway_unavailable",
+                    retry_after_s=5,
+                ) from None
+            except BaseException:
+                await stack.aclose()
+                raise
+            await stack.aclose()
+            if response.status_code == HTTPStatus.UNAUTHORIZED and not is_last_try:
+                # Somebody revoked the key we hold: make another one, once.
+                self._keys.pop(tenant_id, None)
+                continue
+            raise GatewayAnswerError(response.status_code, answer, retry_after)
+        raise AssertionError("the second try returns or raises")
+
+    def _send(self, key: _HeldKey, body: dict[str, Any]) -> Any:  # noqa: ANN401
+        return self._client.stream(
+            "POST",
+            self._url,
+            json=body,
+            headers={"authorization": f"Bearer {key.secret}"},
+            timeout=_TIMEOUT,
+        )
+
+    async def _key_of(self, actor: Actor, tenant_id: UUID) -> _HeldKey:
+        async with self._minting[tenant_id]:
+            held = self._keys.get(tenant_id)
+            now = datetime.now(UTC)
+            if held is not None and held.expires_at - now > _KEY_MARGIN:
+                return held
+            expires_at = now + KEY_LIFETIME
+            async with self._sessions() as session:
+                made = await tenancy.create_key(
+                    session, actor, self._pepper, tenant_id, name=KEY_NAME, expires_at=expires_at
+                )
+                await session.commit()
+            held = self._keys[tenant_id] = _HeldKey(made.secret, expires_at)
+            return held
+
+
+async def _relay(response: httpx.Response, stack: AsyncExitStack) -> AsyncIterator[bytes]:
+    async with stack:
+        try:
+            async for chunk in response.aiter_raw():
+                yield chunk
+        except httpx.HTTPError as error:
+            # The 200 is out: say so in the stream, as the gateway itself would.
+            log.warning("playground_stream_broke", reason=type(error).__name__)
+            message = {
+                "message": "The connection to the gateway broke.",
+                "type": "server_error",
+                "param": None,
+                "code": "gateway_unavailable",
+            }
+            yield f"data: {json.dumps({'error': message})}\n\n".encode()
+
+
+def _error_of(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return {}
+    error = document.get("error") if isinstance(document, dict) else None
+    return error if isinstance(error, dict) else {}

@@ -1,0 +1,4 @@
+"""Base models, adapters and their immutable versions, deployments.
+
+Kept empty: `registry.validate` runs in a small process of its own.
+"""

@@ -1,0 +1,223 @@
+"""Base models, adapters and deployments over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Path, Request, Response
+from fastapi.responses import JSONResponse
+
+from loraplex_platform.control.context import Context, ControlContext, DbSession
+from loraplex_platform.control.idempotency import Idempotency
+from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.routing import StreamedRoute, admin_router, in_transaction, run_once
+from loraplex_platform.control.schemas import ListPage
+from loraplex_platform.db import Adapter, BaseModel, Deployment
+from loraplex_platform.errors import PlatformError
+from loraplex_platform.registry import deployments, queries, service, upload
+from loraplex_platform.registry.schemas import (
+    AdapterResource,
+    BaseModelResource,
+    DeploymentResource,
+    NewDeployment,
+    UploadedAdapter,
+    show_adapter,
+    show_base_model,
+    show_deployment,
+    show_upload,
+)
+from loraplex_platform.tenancy import service as tenancy
+from loraplex_platform.tenancy.routes import Owner, TenantUuid
+
+base_models_router = admin_router("/base-models", "Base models")
+adapters_router = admin_router("/tenants/{tenant_id}/adapters", "Adapters")
+uploads_router = admin_router(
+    "/tenants/{tenant_id}/adapters", "Adapters", route_class=StreamedRoute
+)
+deployments_router = admin_router("/tenants/{tenant_id}/deployments", "Deployments")
+
+_UPLOAD_SCHEMA: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["name", "adapter_config", "adapter_model"],
+                    "properties": {
+                        "name": {
+                            "type": "string",
+                            "pattern": f"^{upload.NAME_PATTERN.pattern}$",
+                            "description": "The adapter's name; an existing one gets a version.",
+                            "examples": ["capitals"],
+                        },
+                        "adapter_config": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "PEFT's adapter_config.json.",
+                        },
+                        "adapter_model": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "adapter_model.safetensors; pickles are never opened.",
+                        },
+                        "tokenizer_sha256": {
+                            "type": "string",
+                            "description": "If given, must equal the base's tokenizer.json.",
+                        },
+                        "chat_template_sha256": {
+                            "type": "string",
+                            "description": "If given, must equal the base's chat template.",
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@base_models_router.get("")
+async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseModelResource]:
+    """The base models ever served here, identified by the digests of their files."""
+    statement = queries.all_base_models()
+    rows, has_more = await fetch(session, statement, BaseModel.id, page, "base_model")
+    return to_list(rows, has_more, show_base_model)
+
+
+@uploads_router.post(
+    "",
+    status_code=201,
+    response_model=UploadedAdapter,
+    openapi_extra=_UPLOAD_SCHEMA,
+    responses={200: {"model": UploadedAdapter, "description": "This version exists already."}},
+)
+async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Context) -> Response:
+    """Upload a LoRA adapter as PEFT saves it; checked, probed, stored as an immutable version.
+
+    The body is streamed to a quarantine file, checked in a process with memory and time limits and
+    then asked a few questions beside the base model; `version.report` shows all of it. Refusals are
+    400 with code `adapter_rejected`; `param` is the faulty field and the message the remedy.
+    Without a ready engine the answer is 503 and nothing is stored.
+    """
+    async with context.sessions() as session:
+        await tenancy.get_tenant(session, tenant_id)
+    try:
+        async with upload.receive(
+            request, max_model_bytes=context.settings.max_adapter_bytes
+        ) as received:
+            response = await _store(request, context, tenant_id, received)
+    except PlatformError as error:
+        context.metrics.uploads.labels(error.error_code or "failed").inc()
+        raise
+    context.metrics.uploads.labels("stored" if response.status_code == 201 else "known").inc()
+    return response
+
+
+async def _store(
+    request: Request, context: ControlContext, tenant_id: TenantUuid, received: upload.Upload
+) -> Response:
+    vetted: service.Stored | service.Vetted | None = None
+
+    async def keep(_: Request) -> Response:
+        nonlocal vetted
+        if vetted is None:
+            vetted = await context.intake.vet(tenant_id, received)
+        stored = vetted
+        if isinstance(stored, service.Vetted):
+            session = request.state.session
+            stored = await context.intake.keep(session, request.state.actor, tenant_id, stored)
+        shown = show_upload(stored.adapter, stored.version).model_dump(mode="json")
+        return JSONResponse(shown, 201 if stored.is_new else 200)
+
+    keyed = Idempotency.of(context.sessions, request.state.principal.name, request)
+    if keyed is None:
+        return await in_transaction(request, keep)
+    return await run_once(request, keyed, received.fingerprint, lambda: keep(request))
+
+
+@adapters_router.get("")
+async def list_adapters(
+    owner: Owner, page: Paging, session: DbSession
+) -> ListPage[AdapterResource]:
+    """The tenant's adapters with their versions."""
+    statement = queries.adapters_of(owner.id)
+    rows, has_more = await fetch(session, statement, Adapter.id, page, "adapter")
+    versions = await queries.versions_of(session, owner.id, [row.id for row in rows])
+    return to_list(rows, has_more, lambda adapter: show_adapter(adapter, versions[adapter.id]))
+
+
+@adapters_router.get("/{adapter_id}")
+async def get_adapter(
+    owner: Owner,
+    adapter_id: Annotated[str, Path(description="The adapter's id, `adp_...`.")],
+    session: DbSession,
+) -> AdapterResource:
+    """One adapter with its versions."""
+    adapter, versions = await service.get_adapter(session, owner.id, adapter_id)
+    return show_adapter(adapter, versions)
+
+
+DeploymentName = Annotated[
+    str,
+    Path(
+        description="The model id that the tenant's clients ask for.",
+        examples=["capitals"],
+        max_length=128,
+    ),
+]
+
+
+@deployments_router.put("/{name}")
+async def put_deployment(
+    owner: Owner,
+    name: DeploymentName,
+    body: NewDeployment,
+    *,
+    request: Request,
+    context: Context,
+    session: DbSession,
+) -> DeploymentResource:
+    """Have a model id answer with an adapter version, or with the base (`null`).
+
+    Holds from the next request on; running ones finish on their revision. The same again changes
+    nothing.
+    """
+    deployed = await deployments.deploy(
+        session,
+        request.state.actor,
+        context.intake.base_model,
+        owner.id,
+        name=name,
+        version_id=body.version_id,
+    )
+    if deployed.revision.adapter_digest is not None:
+        context.fleet.prefetch(deployed.revision.adapter_digest)
+    return show_deployment(owner.id, deployed)
+
+
+@deployments_router.get("")
+async def list_deployments(
+    owner: Owner, page: Paging, session: DbSession
+) -> ListPage[DeploymentResource]:
+    """The tenant's model ids."""
+    statement = queries.live_deployments(owner.id)
+    rows, has_more = await fetch(session, statement, Deployment.id, page, "deployment")
+    resolved = await queries.resolve(session, rows)
+    return to_list(resolved, has_more, lambda deployed: show_deployment(owner.id, deployed))
+
+
+@deployments_router.get("/{name}")
+async def get_deployment(
+    owner: Owner, name: DeploymentName, session: DbSession
+) -> DeploymentResource:
+    """One model id and its current revision."""
+    return show_deployment(owner.id, await deployments.find(session, owner.id, name))
+
+
+@deployments_router.delete("/{name}", status_code=204)
+async def archive_deployment(
+    owner: Owner, name: DeploymentName, request: Request, session: DbSession
+) -> None:
+    """Take a model id away: its next request is a 404."""
+    await deployments.archive(session, request.state.actor, owner.id, name)

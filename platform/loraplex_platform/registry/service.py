@@ -1,0 +1,217 @@
+"""Adapters from upload to immutable version.
+
+An upload passes: quarantine (upload.py) -> checks in a throw-away process (validation.py) -> the
+store, by digest -> a probe through the engine (probe.py) -> one transaction that makes it a version.
+Nothing of it is in the database before the last step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import structlog
+from loraplex_engine.artifact import AdapterStore
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.audit.service import Actor, record
+from loraplex_platform.db import Adapter, AdapterVersion, BaseModel
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import NotFoundError, UnavailableError
+from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
+from loraplex_platform.registry import queries
+from loraplex_platform.registry.errors import AdapterRejectedError
+from loraplex_platform.registry.probe import Prober, ProbeTarget
+from loraplex_platform.registry.upload import Upload
+from loraplex_platform.registry.validation import Validator, Verdict
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An adapter and the version that an upload is; `is_new` False: it was there already."""
+
+    adapter: Adapter
+    version: AdapterVersion
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Vetted:
+    """An upload that may become a version."""
+
+    name: str
+    version_id: UUID
+    verdict: Verdict
+    report: dict[str, Any]
+
+
+class AdapterIntake:
+    """Checks uploads for one base model and stores them."""
+
+    def __init__(
+        self,
+        sessions: SessionFactory,
+        base_model: BaseModel,
+        validator: Validator,
+        store: AdapterStore,
+        prober: Prober,
+    ) -> None:
+        self._sessions = sessions
+        self.base_model = base_model
+        self._validator = validator
+        self._store = store
+        self._prober = prober
+
+    async def vet(self, tenant_id: UUID, upload: Upload) -> Stored | Vetted:
+        """Check an upload through all stages; the version if the tenant has it already.
+
+        Raises:
+            AdapterRejectedError: it cannot be served; says why and what to do.
+            UnavailableError: no engine is ready for the probe, or the store cannot be written.
+        """
+        self._check_hashes(upload)
+        verdict = await self._validator.check(upload.folder)
+        async with self._sessions() as session:
+            known = await _find_known(session, tenant_id, upload.name, verdict.digest)
+        if known is not None:
+            return known
+        # Before anything is stored: without an engine there is no probe, and no version.
+        await self._prober.find_engine(self.base_model.name)
+        try:
+            await asyncio.to_thread(self._store.put, upload.folder, verdict.digest)
+        except OSError as error:
+            log.exception("adapter_store_failed", error=type(error).__name__)
+            raise UnavailableError(
+                "The adapter store cannot be written; try again later.",
+                code="store_unavailable",
+                retry_after_s=10,
+            ) from error
+        version_id = uuid7()
+        probe = await self._prober.run(
+            ProbeTarget(tenant_id, version_id, upload.name, verdict.digest, self.base_model.name)
+        )
+        return Vetted(upload.name, version_id, verdict, _report(upload, verdict, probe))
+
+    async def keep(
+        self, session: AsyncSession, actor: Actor, tenant_id: UUID, vetted: Vetted
+    ) -> Stored:
+        """Make it a version, in the caller's transaction; a copy uploaded meanwhile wins."""
+        await queries.lock_name(session, "adapter", str(tenant_id), vetted.name)
+        adapter = await queries.find_adapter_by_name(session, tenant_id, vetted.name)
+        verdict = vetted.verdict
+        if adapter is None:
+            adapter = Adapter(
+                id=uuid7(), tenant_id=tenant_id, name=vetted.name, base_model_id=self.base_model.id
+            )
+            session.add(adapter)
+            await session.flush()
+            await session.refresh(adapter)
+            record(
+                session,
+                actor,
+                "adapter.create",
+                "adapter",
+                format_id("adapter", adapter.id),
+                tenant_id=tenant_id,
+                detail={"name": vetted.name},
+            )
+        known = await queries.find_version_by_digest(session, tenant_id, adapter.id, verdict.digest)
+        if known is not None:
+            return Stored(adapter, known, is_new=False)
+        number = await queries.last_version_number(session, tenant_id, adapter.id) + 1
+        version = AdapterVersion(
+            id=vetted.version_id,
+            tenant_id=tenant_id,
+            adapter_id=adapter.id,
+            version=number,
+            digest=verdict.digest,
+            status="ready",
+            size_bytes=verdict.size_bytes,
+            rank=verdict.rank,
+            target_modules=verdict.target_modules,
+            report=vetted.report,
+        )
+        session.add(version)
+        await session.flush()
+        await session.refresh(version)
+        record(
+            session,
+            actor,
+            "adapter_version.create",
+            "adapter_version",
+            format_id("adapter_version", version.id),
+            tenant_id=tenant_id,
+            detail={"adapter": vetted.name, "version": number, "digest": verdict.digest},
+        )
+        return Stored(adapter, version, is_new=True)
+
+    def _check_hashes(self, upload: Upload) -> None:
+        for field, given, ours in (
+            ("tokenizer_sha256", upload.tokenizer_sha256, self.base_model.tokenizer_sha256),
+            (
+                "chat_template_sha256",
+                upload.chat_template_sha256,
+                self.base_model.chat_template_sha256,
+            ),
+        ):
+            if given is not None and given != ours:
+                raise AdapterRejectedError(
+                    field,
+                    f"the adapter was trained with {given[:12]}..., this base has {ours[:12]}...",
+                    f"Train it with the tokenizer and chat template of {self.base_model.name}.",
+                )
+
+
+async def _find_known(
+    session: AsyncSession, tenant_id: UUID, name: str, digest: str
+) -> Stored | None:
+    adapter = await queries.find_adapter_by_name(session, tenant_id, name)
+    if adapter is None:
+        return None
+    version = await queries.find_version_by_digest(session, tenant_id, adapter.id, digest)
+    return None if version is None else Stored(adapter, version, is_new=False)
+
+
+def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any]) -> dict[str, Any]:
+    checks = list(verdict.checks)
+    if upload.tokenizer_sha256 is not None or upload.chat_template_sha256 is not None:
+        checks.append({"name": "tokenizer", "ok": True, "detail": "trained with the base's own"})
+    checks.append(
+        {
+            "name": "probe",
+            "ok": True,
+            "detail": f"{probe['changed']} of {len(probe['samples'])} answers differ from the "
+            f"base's; largest log-probability difference {probe['max_logprob_difference']:.3g}",
+        }
+    )
+    return {
+        "checks": checks,
+        "matched_modules": verdict.matched_modules,
+        "total_modules": verdict.total_modules,
+        "parameters": verdict.parameters,
+        "norms": {"max": verdict.max_norm},
+        "probe": probe,
+    }
+
+
+async def get_adapter(
+    session: AsyncSession, tenant_id: UUID, adapter_id: str
+) -> tuple[Adapter, list[AdapterVersion]]:
+    """One of the tenant's adapters with its versions.
+
+    Raises:
+        NotFoundError: no such adapter of this tenant.
+    """
+    try:
+        adapter_uuid = parse_id("adapter", adapter_id)
+    except MalformedIdError:
+        raise NotFoundError("No such adapter.") from None
+    adapter = await queries.find_adapter(session, tenant_id, adapter_uuid)
+    if adapter is None:
+        raise NotFoundError("No such adapter.")
+    versions = await queries.versions_of(session, tenant_id, [adapter.id])
+    return adapter, versions[adapter.id]

@@ -1,0 +1,1 @@
+"""The people who administer the platform, and their logins."""

@@ -1,0 +1,121 @@
+"""Users and sessions over HTTP."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from loraplex_platform.audit.service import Actor
+from loraplex_platform.control.auth import SESSION_COOKIE, CurrentPrincipal, check_origin
+from loraplex_platform.control.context import Context, ControlContext, DbSession
+from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.routing import PublicRoute, admin_router
+from loraplex_platform.control.schemas import ERROR_RESPONSES, ListPage
+from loraplex_platform.db import User
+from loraplex_platform.errors import NotFoundError, PlatformError
+from loraplex_platform.users import queries, service
+from loraplex_platform.users.schemas import (
+    Credentials,
+    NewUser,
+    SessionResource,
+    UserResource,
+    show_user,
+)
+
+router = admin_router("/users", "Users")
+sessions_router = admin_router("/sessions", "Sessions")
+# Logging in is the one thing done without credentials.
+login_router = APIRouter(
+    prefix="/admin/v1/sessions",
+    tags=["Sessions"],
+    responses=ERROR_RESPONSES,
+    route_class=PublicRoute,
+)
+
+
+@router.post("", status_code=201)
+async def create_user(
+    body: NewUser, request: Request, context: Context, session: DbSession
+) -> UserResource:
+    """Add someone who may log in to the console."""
+    actor: Actor = request.state.actor
+    return show_user(await service.create_user(session, context.passwords, actor, body))
+
+
+@router.get("")
+async def list_users(page: Paging, session: DbSession) -> ListPage[UserResource]:
+    """Everyone who may log in, newest first."""
+    rows, has_more = await fetch(session, queries.all_users(), User.id, page, "user")
+    return to_list(rows, has_more, show_user)
+
+
+@login_router.post("", status_code=201)
+async def create_session(
+    body: Credentials, request: Request, response: Response, context: Context
+) -> SessionResource:
+    """Log in. The reply sets the HttpOnly cookie `loraplex_session`.
+
+    Failed logins are throttled per e-mail and per address.
+    """
+    check_origin(request, context)
+    new = await attempt_login(request, context, body.email, body.password)
+    set_session_cookie(response, context, new.token)
+    return SessionResource(user=show_user(new.login.user), expires_at=new.login.session.expires_at)
+
+
+@sessions_router.get("/current")
+async def get_session(principal: CurrentPrincipal, session: DbSession) -> SessionResource:
+    """Who is logged in. 404 when called with the admin key, which has no session."""
+    if principal.user_id is None or principal.expires_at is None:
+        raise NotFoundError("The admin key has no session; log in with e-mail and password.")
+    user = await queries.get_user(session, principal.user_id)
+    return SessionResource(user=show_user(user), expires_at=principal.expires_at)
+
+
+@sessions_router.delete("/current", status_code=204)
+async def delete_session(
+    principal: CurrentPrincipal, request: Request, response: Response, session: DbSession
+) -> None:
+    """Log out; viewers may too."""
+    if principal.session_id is None:
+        raise NotFoundError("The admin key has no session to end.")
+    await service.log_out(session, request.state.actor, principal.session_id)
+    clear_session_cookie(response)
+
+
+async def attempt_login(
+    request: Request, context: ControlContext, email: str, password: str
+) -> service.NewLogin:
+    """Log in, counted; shared by the API and the form."""
+    try:
+        new = await service.log_in(
+            context.sessions,
+            context.passwords,
+            context.settings,
+            email=email,
+            password=password,
+            address=request.client.host if request.client else "unix",
+            request_id=request.state.request_id,
+        )
+    except PlatformError as error:
+        context.metrics.logins.labels(error.error_code or "failed").inc()
+        raise
+    context.metrics.logins.labels("ok").inc()
+    return new
+
+
+def set_session_cookie(response: Response, context: ControlContext, token: str) -> None:
+    """HttpOnly, so that no script reads it; Lax, so that the console's links keep the login."""
+    response.set_cookie(
+        SESSION_COOKIE,
+        token,
+        max_age=round(context.settings.session_hours * 3600),
+        httponly=True,
+        samesite="lax",
+        secure=context.settings.console_url.startswith("https://"),
+        path="/",
+    )
+
+
+def clear_session_cookie(response: Response) -> None:
+    """Have the browser forget the cookie."""
+    response.delete_cookie(SESSION_COOKIE, path="/", httponly=True, samesite="lax")

@@ -1,0 +1,93 @@
+"""Users and sessions on the wire."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSeconds
+from loraplex_platform.db import User
+from loraplex_platform.ids import format_id
+from loraplex_platform.users.passwords import MAX_PASSWORD_CHARS, MIN_PASSWORD_CHARS
+
+Role = Literal["admin", "viewer"]
+
+
+def _email(text: str) -> str:
+    local, at, domain = text.strip().lower().rpartition("@")
+    if not at or not local or "." not in f".{domain}" or not domain or " " in local + domain:
+        raise ValueError("it must be an e-mail address such as ada@example.com.")
+    return f"{local}@{domain}"
+
+
+Email = Annotated[CleanText, Field(min_length=3, max_length=254), AfterValidator(_email)]
+NewPassword = Annotated[
+    str,
+    Field(
+        min_length=MIN_PASSWORD_CHARS,
+        max_length=MAX_PASSWORD_CHARS,
+        description=f"At least {MIN_PASSWORD_CHARS} characters.",
+    ),
+]
+
+
+class NewUser(Body):
+    """A person who may log in to the console."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"email": "ada@example.com", "password": "correct horse battery", "role": "viewer"}
+            ]
+        },
+    )
+
+    email: Email
+    password: NewPassword
+    role: Role = Field(description="`viewer` may only read.")
+
+
+class Credentials(Body):
+    """What a login needs."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"email": "ada@example.com", "password": "correct horse battery"}]
+        },
+    )
+
+    email: CleanText = Field(max_length=254)
+    password: str = Field(max_length=MAX_PASSWORD_CHARS)
+
+
+class UserResource(Resource):
+    """A user; the password hash is never shown."""
+
+    object: Literal["user"] = "user"
+    id: str
+    email: str
+    role: Role
+    created_at: UnixSeconds
+    disabled_at: UnixSeconds | None = None
+
+
+class SessionResource(Resource):
+    """A console login."""
+
+    object: Literal["session"] = "session"
+    user: UserResource
+    expires_at: UnixSeconds
+
+
+def show_user(user: User) -> UserResource:
+    """The user as the API shows it."""
+    return UserResource(
+        id=format_id("user", user.id),
+        email=user.email,
+        role="admin" if user.platform_role == "admin" else "viewer",
+        created_at=user.created_at,
+        disabled_at=user.disabled_at,
+    )

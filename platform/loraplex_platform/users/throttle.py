@@ -1,0 +1,65 @@
+"""Login throttling, per e-mail and per address.
+
+An attempt is counted before the password is looked at, in a committed transaction of its own:
+parallel guesses cannot slip past the count, and a refused one costs no hashing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+
+from loraplex_platform.errors import TooManyAttemptsError
+from loraplex_platform.users import queries
+
+WINDOW = timedelta(minutes=15)
+MAX_PER_EMAIL = 8
+MAX_PER_ADDRESS = 60
+
+
+def _subjects(email: str, address: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    return (f"email:{email[:254]}", MAX_PER_EMAIL), (
+        f"address:{_network(address)}",
+        MAX_PER_ADDRESS,
+    )
+
+
+def _network(address: str) -> str:
+    """An IPv6 customer owns a /64: counting single addresses would count nothing."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address[:64]
+    if ip.version == 6:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
+
+
+async def admit(sessions: async_sessionmaker[AsyncSession], email: str, address: str) -> None:
+    """Count an attempt.
+
+    Raises:
+        TooManyAttemptsError: too many failures for this e-mail or from this address.
+    """
+    async with sessions() as session:
+        counts = [
+            (await queries.count_attempt(session, subject, WINDOW), limit)
+            for subject, limit in _subjects(email, address)
+        ]
+        await session.commit()
+    for (attempts, window_start), limit in counts:
+        if attempts > limit:
+            wait_s = (window_start + WINDOW - datetime.now(UTC)).total_seconds()
+            raise TooManyAttemptsError(
+                f"Too many failed logins; try again in {max(1, round(wait_s / 60))} minutes.",
+                retry_after_s=max(1.0, wait_s),
+            )
+
+
+async def forgive(session: AsyncSession, email: str, address: str) -> None:
+    """The login was right: the e-mail starts anew, the address gets this attempt back."""
+    (email_subject, _), (address_subject, _) = _subjects(email, address)
+    await queries.clear_attempts(session, email_subject)
+    await queries.uncount_attempt(session, address_subject)
