@@ -135,11 +135,8 @@ class Scheduler:
         """Decide the next step; its tokens count as computed from here on."""
         batch = _Batch(budget=self.limits.max_num_batched_tokens)
         self._drop_expired(batch, now_unix_s)
-        preemptions_before = self.num_preemptions
         self._schedule_running(batch)
-        # Whoever was preempted just now needs its blocks back before anyone else gets new ones.
-        if self.num_preemptions == preemptions_before:
-            self._admit_waiting(batch)
+        self._admit_waiting(batch)
         return Decision(step=self._step(batch), requests=batch.requests, ended=batch.ended)
 
     def check(self) -> None:

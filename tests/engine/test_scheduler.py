@@ -175,7 +175,7 @@ def test_a_preempted_partial_prefill_resumes() -> None:
 def test_a_row_alone_may_use_the_whole_pool() -> None:
     """Fault 22's other side: what was admitted can finish once it is alone."""
     engine = make_engine(num_blocks=4, watermark_blocks=2)
-    request = make_request(prompt=[1, 2, 3], max_tokens=13)
+    request = make_request(prompt=list(range(1, 14)), max_tokens=3)
     engine.core.add(request)
 
     assert_all_solo(engine, [request], engine.run())
@@ -274,6 +274,17 @@ def test_a_request_without_a_free_slot_waits_for_one() -> None:
 
     events += engine.run()
     assert_all_solo(engine, requests, events)
+
+
+def test_an_adapter_is_asked_for_once_per_step_however_many_wait_for_it() -> None:
+    engine = make_engine()
+    engine.adapters.hold("slow")
+    for index in range(5):
+        engine.core.add(make_request(f"r{index}", adapter="slow"))
+
+    engine.core.step()
+
+    assert engine.adapters.num_lease_calls == 1
 
 
 def test_a_dropped_adapter_is_asked_for_again_while_its_request_waits() -> None:

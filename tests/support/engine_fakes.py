@@ -107,6 +107,7 @@ class FakeAdapterPool:
     failures: dict[str, RequestRejectedError] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
     num_prefetches: int = 0
+    num_lease_calls: int = 0
     num_leased: int = 0
     num_released: int = 0
 
@@ -124,6 +125,7 @@ class FakeAdapterPool:
         self.num_prefetches += 1
 
     def lease(self, digest: str) -> int | None:
+        self.num_lease_calls += 1
         if digest in self.failures:
             raise self.failures[digest]
         assert digest in self.wanted, "leased before it was prefetched"
