@@ -104,6 +104,9 @@ class WorkerSettings(DatabaseSettings):
     sweep_interval_s: float = 1.0
     journal_interval_s: float = 0.5
     lease_grace_s: float = 5.0
+    replica_lost_after_s: float = 30.0  # how long the sweeper waits for a silent replica's journal
+    worker_host: str = "127.0.0.1"
+    worker_port: int = 0  # /live and /metrics; 0: any free one
     curve_secret_key_file: Path | None = None
 
 

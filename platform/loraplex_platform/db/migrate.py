@@ -6,6 +6,7 @@ together never race. `check` is what every serving process calls at its start: i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -86,6 +87,23 @@ def check(settings: DatabaseSettings) -> None:
         state, found = _state(connection)
     if state is not SchemaState.CURRENT:
         raise SchemaMismatchError(state, found, head_revision())
+
+
+def wait_until_current(settings: DatabaseSettings, *, patience_s: float = 30.0) -> None:
+    """`check` for the start of a process: a database that is still starting is waited for.
+
+    Raises:
+        DatabaseUnavailableError: not there within `patience_s`.
+        SchemaMismatchError: it is behind or ahead.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return check(settings)
+        except DatabaseUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def compare_with_models(settings: DatabaseSettings) -> None:

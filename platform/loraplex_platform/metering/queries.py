@@ -234,12 +234,14 @@ async def insert_ledger_entry(
     amount_pico: int,
     *,
     kind: str = "usage",
+    seq: int = 0,
 ) -> None:
     """The request's line of account. A second one of the same kind violates the primary key."""
     await session.execute(
         insert(LedgerEntry).values(
             entry_id=request.id,
             kind=kind,
+            seq=seq,
             tenant_id=request.tenant_id,
             account=account.account,
             key_id=request.key_id,

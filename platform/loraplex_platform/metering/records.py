@@ -8,7 +8,7 @@ from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 
-LEASE_S = 30.0
+LEASE_S = 20.0  # gateways renew every 5 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

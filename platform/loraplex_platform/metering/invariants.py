@@ -1,0 +1,300 @@
+"""What must always be true of the books, as SQL: shown in the console, run after every chaos test.
+
+The identity: tokens that engines generated = billed + absorbed + discarded, by reason. The left side
+is the engines' own journals (`engine_usage`), the right side what gateways and the sweeper settled
+(`attempts`); the two travel on different roads, so a gateway that miscounts is found out.
+
+Two things are in flight at any moment and are counted apart instead of as errors: requests that are
+still reserved (`pending_requests`), and settled attempts whose journal entry the worker has not read
+yet (`unlanded`). When an engine was lost, what the gateway had seen stands in for its journal; should
+the journal turn up later, what it has more goes to the attempt's own class (a fault: absorbed; past
+a stop string, past an abort: discarded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.ids import format_id, uuid7_floor
+
+MAX_OFFENDERS = 10
+# How late the sweeper and the journal puller may be before it is a finding.
+SWEEP_SLACK_S = 30.0
+LANDING_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One statement about the books. `offenders`: ids that break it, a few at most."""
+
+    name: str
+    title: str
+    ok: bool
+    detail: str
+    offenders: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """generated - (billed + absorbed + discarded) = difference, in tokens."""
+
+    generated: int
+    billed: int
+    absorbed: int
+    discarded_past_stop: int
+    discarded_past_abort: int
+    pending_requests: int
+    unlanded: int
+
+    @property
+    def difference(self) -> int:
+        """Zero, or somebody miscounted."""
+        settled = self.billed + self.absorbed
+        return self.generated - settled - self.discarded_past_stop - self.discarded_past_abort
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantReport:
+    """All checks, from one snapshot of the database."""
+
+    checked_at: datetime
+    identity: Identity
+    checks: list[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
+
+
+_IDENTITY = text("""
+with both_sides as (
+    select a.request_id is not null as is_settled, e.request_id is not null as is_landed,
+        coalesce(a.source, '') = 'observed' as is_observed, a.outcome, r.state,
+        coalesce(e.completion_tokens, a.generated) as generated,
+        a.billed, a.absorbed, a.discarded_past_stop, a.discarded_past_abort,
+        case when a.source = 'observed'
+            then greatest(coalesce(e.completion_tokens, 0) - a.generated, 0) else 0 end as extra
+    from (select * from attempts where request_id >= :since) a
+    full join (select * from engine_usage where request_id >= :since) e
+        using (request_id, attempt)
+    left join requests r on r.id = request_id
+)
+select
+    coalesce(sum(generated) filter (where is_settled or state is distinct from 'reserved'), 0),
+    coalesce(sum(billed), 0),
+    coalesce(sum(absorbed), 0) + coalesce(sum(extra) filter (where outcome in ('fault', 'lost')), 0),
+    coalesce(sum(discarded_past_stop), 0)
+        + coalesce(sum(extra) filter (where outcome = 'completed'), 0),
+    coalesce(sum(discarded_past_abort), 0)
+        + coalesce(sum(extra) filter (where outcome = 'aborted'), 0),
+    (select count(*) from requests where state = 'reserved' and id >= :since),
+    count(*) filter (where is_settled and not is_landed and not is_observed)
+from both_sides
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """`sql` selects what breaks the rule: columns `id` (uuid or text) and `detail`."""
+
+    name: str
+    title: str
+    sql: str
+
+
+_RULES = (
+    _Rule(
+        "settled_has_one_ledger_row",
+        "Every settled request has exactly one usage row in the ledger, and no other request has one",
+        """
+        select coalesce(r.id, l.entry_id) as id,
+            case when l.entry_id is null then 'settled without a ledger row'
+                when r.id is null then 'a ledger row without a request'
+                else 'a ledger row of a request that is ' || r.state end as detail
+        from (select * from requests where id >= :since) r
+        full join (select * from ledger where kind = 'usage' and entry_id >= :since) l
+            on l.entry_id = r.id
+        where (r.state = 'settled') is distinct from (l.entry_id is not null)
+        """,
+    ),
+    _Rule(
+        "amount_is_tokens_times_price",
+        "Every ledger row costs exactly its tokens times the prices at admission",
+        """
+        select l.entry_id as id, 'amount ' || l.amount_pico || ' pico-USD' as detail
+        from ledger l
+        left join lateral (
+            select max(micro_usd_per_mtok) filter (where token_class = 'input') as input,
+                max(micro_usd_per_mtok) filter (where token_class = 'cached_input') as cached,
+                max(micro_usd_per_mtok) filter (where token_class = 'output') as output
+            from price_items i where i.price_book_id = l.price_book_id and i.target_kind =
+                case when l.adapter_version_id is null then 'base' else 'adapter' end
+        ) p on true
+        where l.kind in ('usage', 'late') and l.entry_id >= :since
+            and l.amount_pico is distinct from (
+                cast(l.prompt_tokens - l.cached_tokens as numeric) * p.input
+                + cast(l.cached_tokens as numeric) * p.cached
+                + cast(l.completion_tokens as numeric) * p.output)
+        """,
+    ),
+    _Rule(
+        "ledger_equals_attempts",
+        "What the ledger charges is what the attempts say was billed, and faults are never charged",
+        """
+        select l.entry_id as id, l.account || ': ledger ' || l.completion_tokens || ', billed '
+            || a.billed || ', absorbed ' || a.absorbed as detail
+        from ledger l
+        join lateral (
+            select coalesce(sum(billed), 0) as billed, coalesce(sum(absorbed), 0) as absorbed
+            from attempts where request_id = l.entry_id
+        ) a on true
+        join requests r on r.id = l.entry_id
+        where l.kind = 'usage' and l.entry_id >= :since and not (
+            case l.account
+                when 'revenue' then l.completion_tokens = a.billed and r.kind = 'user'
+                else a.billed = 0 and l.completion_tokens <= a.absorbed
+            end
+            and l.account in ('revenue', 'absorbed') and l.tenant_id = r.tenant_id)
+        """,
+    ),
+    _Rule(
+        "no_stale_reservation",
+        "No reservation is older than its lease and grace: the sweeper keeps up",
+        """
+        select id, 'lease ended ' || round(extract(epoch from now() - lease_until)) || ' s ago'
+            as detail
+        from requests
+        where state = 'reserved' and lease_until < now() - make_interval(secs => :stale_s)
+        """,
+    ),
+    _Rule(
+        "journals_agree",
+        "Engines' journals and settled attempts agree, token for token",
+        """
+        select e.request_id as id, 'engine ' || e.prompt_tokens || '+' || e.completion_tokens
+            || ', settled ' || a.prompt_tokens || '+' || a.generated || ' (' || a.source || ')'
+            as detail
+        from engine_usage e join attempts a using (request_id, attempt)
+        where request_id >= :since and (a.tenant_id <> e.tenant_id or case a.source
+            when 'observed' then e.completion_tokens < a.generated
+            else e.completion_tokens <> a.generated or e.prompt_tokens <> a.prompt_tokens end)
+        """,
+    ),
+    _Rule(
+        "journal_has_request",
+        "Everything an engine worked on was reserved by the same tenant, and is settled or pending",
+        """
+        select e.request_id as id, 'engine generated ' || e.completion_tokens || ', request is '
+            || coalesce(r.state, 'unknown') as detail
+        from engine_usage e
+        left join requests r on r.id = e.request_id and r.tenant_id = e.tenant_id
+        left join attempts a on a.request_id = e.request_id and a.attempt = e.attempt
+        where e.request_id >= :since
+            and (r.id is null or (r.state <> 'reserved' and a.request_id is null))
+        """,
+    ),
+    _Rule(
+        "attempts_are_confirmed",
+        "Every settled attempt is confirmed by the journal of its engine, soon after",
+        """
+        select a.request_id as id, 'not in the journal of ' || a.replica_id as detail
+        from attempts a
+        left join engine_usage e using (request_id, attempt)
+        join replicas r on r.replica_id = a.replica_id
+        where a.request_id >= :since and e.request_id is null and a.source <> 'observed'
+            and r.last_seen_at > a.recorded_at + make_interval(secs => :landing_s)
+        """,
+    ),
+    _Rule(
+        "books_are_append_only",
+        "The serving processes can neither change nor delete ledger, attempts, journals and audit log",
+        """
+        select name as id, privilege || ' is granted to loraplex_app' as detail
+        from unnest(array['ledger', 'attempts', 'engine_usage', 'audit_log']) as name,
+            unnest(array['UPDATE', 'DELETE', 'TRUNCATE']) as privilege
+        where to_regrole('loraplex_app') is not null
+            and has_table_privilege('loraplex_app', name, privilege)
+        """,
+    ),
+    _Rule(
+        "partitions_are_ahead",
+        "The partitions of this month and the next exist, and no row had to go to a default partition",
+        """
+        select parent || suffix as id, 'is missing' as detail
+        from unnest(array['requests', 'ledger']) as parent,
+            unnest(array[
+                to_char(now() at time zone 'UTC', '"_y"YYYY"m"MM'),
+                to_char((now() at time zone 'UTC') + interval '1 month', '"_y"YYYY"m"MM')
+            ]) as suffix
+        where to_regclass(parent || suffix) is null
+        union all (select 'requests_default', 'has rows' from requests
+            where tableoid = to_regclass('requests_default') limit 1)
+        union all (select 'ledger_default', 'has rows' from ledger
+            where tableoid = to_regclass('ledger_default') limit 1)
+        """,
+    ),
+)
+
+
+async def check_invariants(
+    sessions: SessionFactory, *, since: datetime | None = None, lease_grace_s: float = 5.0
+) -> InvariantReport:
+    """Run every check on one snapshot.
+
+    Args:
+        since: look only at requests made from then on; None: at all of them.
+        lease_grace_s: the worker's setting: how long after its lease a request is left alone.
+    """
+    first_id = uuid7_floor(0 if since is None else int(since.timestamp() * 1000))
+    parameters = {
+        "since": first_id,
+        "stale_s": lease_grace_s + SWEEP_SLACK_S,
+        "landing_s": LANDING_SLACK_S,
+    }
+    async with sessions() as session:
+        await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+        checked_at = (await session.execute(text("select now()"))).scalar_one()
+        row = (await session.execute(_IDENTITY, {"since": first_id})).one()
+        identity = Identity(*(int(value) for value in row))
+        checks = [_identity_check(identity)]
+        checks += [await _run(session, rule, parameters) for rule in _RULES]
+    return InvariantReport(checked_at, identity, checks)
+
+
+def _identity_check(identity: Identity) -> Check:
+    difference = identity.difference
+    return Check(
+        name="identity",
+        title="Tokens generated by engines = billed + absorbed + discarded",
+        ok=difference == 0,
+        detail=f"{identity.generated} = {identity.billed} billed + {identity.absorbed} absorbed"
+        f" + {identity.discarded_past_stop} past a stop + {identity.discarded_past_abort} past an"
+        f" abort, difference {difference}",
+    )
+
+
+async def _run(session: AsyncSession, rule: _Rule, parameters: dict[str, Any]) -> Check:
+    statement = text(f"{rule.sql} limit {MAX_OFFENDERS + 1}")
+    wanted = {name: parameters[name] for name in statement.compile().params}
+    rows = (await session.execute(statement, wanted)).all()
+    shown = rows[:MAX_OFFENDERS]
+    count = f"more than {MAX_OFFENDERS}" if len(rows) > MAX_OFFENDERS else str(len(rows))
+    return Check(
+        name=rule.name,
+        title=rule.title,
+        ok=not rows,
+        detail="holds" if not rows else f"{count} broken; for example {shown[0].detail}",
+        offenders=[_label(row.id) for row in shown],
+    )
+
+
+def _label(value: UUID | str) -> str:
+    return format_id("request", value) if isinstance(value, UUID) else value

@@ -1,0 +1,144 @@
+"""The worker's parts put together: loops over one database and the connected engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from loraplex_platform.db.session import Database, open_database
+from loraplex_platform.gateway.routing import Router
+from loraplex_platform.ids import uuid7_floor
+from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.settings import WorkerSettings
+from loraplex_platform.worker import queries
+from loraplex_platform.worker.engines import ConnectedEngines
+from loraplex_platform.worker.journals import JournalPuller
+from loraplex_platform.worker.loops import Loop, LoopMetrics
+from loraplex_platform.worker.sweeper import Sweeper
+
+log = structlog.get_logger(__name__)
+
+MIRROR_INTERVAL_S = 5.0
+KEY_USE_INTERVAL_S = 15.0
+KEY_USE_WINDOW = timedelta(minutes=10)
+PARTITION_INTERVAL_S = 3600.0
+MONTHS_AHEAD = 2
+INVARIANT_INTERVAL_S = 3600.0
+INVARIANT_WINDOW = timedelta(days=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A running worker."""
+
+    loops: list[Loop]
+    registry: CollectorRegistry
+
+    @property
+    def stuck(self) -> list[str]:
+        """Loops whose round hangs."""
+        return [loop.name for loop in self.loops if loop.is_stuck]
+
+
+@asynccontextmanager
+async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
+    """Run every loop for as long as the block lasts."""
+    async with contextlib.AsyncExitStack() as stack:
+        database = await stack.enter_async_context(open_database(settings))
+        redis_url = settings.redis_url
+        router = await stack.enter_async_context(
+            Router(
+                database.sessions,
+                gateway_id=f"worker-{socket.gethostname()[:24]}-{os.getpid()}",
+                redis_url=None if redis_url is None else redis_url.get_secret_value(),
+                curve_secret_key_file=settings.curve_secret_key_file,
+            )
+        )
+        registry = CollectorRegistry()
+        loops = _loops(settings, database, ConnectedEngines(router), registry)
+        tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
+        try:
+            yield Worker(loops, registry)
+        finally:
+            # Every round is a transaction or a question: it can end anywhere and be done again.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _loops(
+    settings: WorkerSettings,
+    database: Database,
+    engines: ConnectedEngines,
+    registry: CollectorRegistry,
+) -> list[Loop]:
+    sessions = database.sessions
+    metrics = LoopMetrics(registry)
+    swept = Counter(
+        "loraplex:worker_swept", "Requests taken over, by verdict.", ["verdict"], registry=registry
+    )
+    landed = Counter(
+        "loraplex:worker_journal_entries", "Journal entries landed.", registry=registry
+    )
+    holds = Gauge(
+        "loraplex:invariant_holds", "1 if the invariant holds.", ["name"], registry=registry
+    )
+    sweeper = Sweeper(
+        sessions,
+        engines,
+        grace_s=settings.lease_grace_s,
+        replica_lost_after_s=settings.replica_lost_after_s,
+    )
+    puller = JournalPuller(sessions, engines)
+
+    async def sweep() -> None:
+        for verdict in await sweeper.sweep_once():
+            swept.labels(verdict).inc()
+
+    async def pull() -> None:
+        landed.inc(await puller.pull_once())
+
+    async def mirror() -> None:
+        for replica in engines.all():
+            async with database.transaction() as session:
+                await queries.mirror_replica(session, replica.replica_id, replica.record)
+
+    async def note_key_use() -> None:
+        since = datetime.now(UTC) - KEY_USE_WINDOW
+        async with database.transaction() as session:
+            await queries.note_key_use(session, uuid7_floor(int(since.timestamp() * 1000)))
+
+    async def make_partitions() -> None:
+        async with database.transaction() as session:
+            made = await queries.make_partitions(session, MONTHS_AHEAD)
+        if made:
+            log.info("partitions_made", count=made)
+
+    async def check() -> None:
+        report = await check_invariants(
+            sessions,
+            since=datetime.now(UTC) - INVARIANT_WINDOW,
+            lease_grace_s=settings.lease_grace_s,
+        )
+        for result in report.checks:
+            holds.labels(result.name).set(result.ok)
+            if not result.ok:
+                log.error("invariant_broken", name=result.name, detail=result.detail)
+
+    return [
+        Loop("sweeper", settings.sweep_interval_s, sweep, metrics),
+        Loop("journals", settings.journal_interval_s, pull, metrics),
+        Loop("mirror", MIRROR_INTERVAL_S, mirror, metrics),
+        Loop("key_use", KEY_USE_INTERVAL_S, note_key_use, metrics),
+        Loop("partitions", PARTITION_INTERVAL_S, make_partitions, metrics),
+        Loop("invariants", INVARIANT_INTERVAL_S, check, metrics),
+    ]

@@ -1,0 +1,125 @@
+"""Bring the engines' journals to Postgres: the other side of the identity.
+
+Entries and cursor land in one transaction, so that a crash anywhere repeats entries, which changes
+nothing, and never skips one. A journal has one writer, so reading it by "greater than the last
+sequence number" is safe, unlike doing so with a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+import structlog
+from loraplex_engine.client import EngineLostError
+from loraplex_engine.protocol import JournalEntry
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.billing.prices import prices_of, target_of
+from loraplex_platform.db import EngineUsage, Request
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.transactions import run_transaction
+from loraplex_platform.metering import queries as metering_queries
+from loraplex_platform.metering.policy import AttemptUsage, split
+from loraplex_platform.worker import queries
+from loraplex_platform.worker.engines import ConnectedEngines, ConnectedReplica
+
+log = structlog.get_logger(__name__)
+
+PAGE = 1000
+
+
+class JournalPuller:
+    """See the module's header."""
+
+    def __init__(self, sessions: SessionFactory, engines: ConnectedEngines) -> None:
+        self._sessions = sessions
+        self._engines = engines
+        self._journal_ids: dict[str, str] = {}  # replica id -> the journal it had last
+
+    async def pull_once(self) -> int:
+        """Everything new of every connected replica; how many entries that was."""
+        landed = 0
+        for replica in self._engines.all():
+            try:
+                landed += await self._pull(replica)
+            except EngineLostError as error:
+                log.info("journal_unreachable", replica_id=replica.replica_id, reason=str(error))
+        return landed
+
+    async def _pull(self, replica: ConnectedReplica) -> int:
+        journal_id = self._journal_ids.get(replica.replica_id)
+        if journal_id is None:
+            journal_id = (await replica.client.read_journal(0, limit=0)).journal_id
+        async with self._sessions() as session:
+            last_seq = await queries.load_cursor(session, replica.replica_id, journal_id)
+        landed = 0
+        while True:
+            reply = await replica.client.read_journal(last_seq, limit=PAGE)
+            self._journal_ids[replica.replica_id] = reply.journal_id
+            if reply.journal_id != journal_id or not reply.entries:
+                return landed  # a new journal is read from its own cursor, in the next round
+            if reply.entries[0].seq != last_seq + 1:
+                log.error(
+                    "journal_gap",
+                    replica_id=replica.replica_id,
+                    after_seq=last_seq,
+                    found_seq=reply.entries[0].seq,
+                )
+            await land(self._sessions, replica.replica_id, journal_id, reply.entries)
+            last_seq = reply.entries[-1].seq
+            landed += len(reply.entries)
+
+
+async def land(
+    sessions: SessionFactory, replica_id: str, journal_id: str, entries: Sequence[JournalEntry]
+) -> None:
+    """Entries and cursor, in one transaction; repeating it changes nothing."""
+    known = [parsed for entry in entries if (parsed := _parse(replica_id, entry)) is not None]
+    # All rows in one order, here and in renewals, so that batches never wait for each other.
+    known.sort(key=lambda item: (item[0], item[2].attempt))
+
+    async def work(session: AsyncSession) -> None:
+        await queries.land_entries(session, replica_id, known)
+        ids = [request_id for request_id, _, _ in known]
+        for request, usage in await queries.closed_without_attempt(session, ids):
+            await _absorb_late(session, request, usage)
+        await queries.move_cursor(session, replica_id, journal_id, entries[-1].seq)
+
+    await run_transaction(sessions, work, is_idempotent=True)
+
+
+async def _absorb_late(session: AsyncSession, request: Request, landed: EngineUsage) -> None:
+    """An attempt that turned up after its request was closed without it: the platform pays."""
+    usage = AttemptUsage(
+        outcome="lost",
+        source="journal",
+        prompt_tokens=landed.prompt_tokens,
+        cached_tokens=landed.cached_tokens,
+        generated=landed.completion_tokens,
+        attempt=landed.attempt,
+        replica_id=landed.replica_id,
+    )
+    account = split(usage, "user")
+    prices = (await prices_of(session, request.price_book_id)).of(
+        target_of(request.adapter_version_id)
+    )
+    amount_pico = prices.cost_pico(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=account.charged_tokens,
+    )
+    await metering_queries.insert_attempt(session, request, usage, account)
+    await metering_queries.insert_ledger_entry(
+        session, request, usage, account, amount_pico, kind="late", seq=usage.attempt
+    )
+    log.warning("usage_landed_late", request_id=str(request.id), state=request.state)
+
+
+def _parse(replica_id: str, entry: JournalEntry) -> tuple[UUID, UUID, JournalEntry] | None:
+    try:
+        return UUID(entry.request_id), UUID(entry.tenant_id), entry
+    except ValueError:
+        # Not a request of a gateway of ours: it must not stop the entries behind it.
+        log.error("journal_entry_malformed", replica_id=replica_id, seq=entry.seq)
+        return None

@@ -1,0 +1,220 @@
+"""Settle what a dead process left: requests whose lease has ended, from the engine's own account.
+
+| what the engine says of the attempt | what the sweeper does |
+|---|---|
+| its journal entry has landed, or is read now | settle by the entry: stop, length: bill; abort: bill; error: absorb |
+| it is running | abort it, and come back for the entry |
+| it never heard of it, or has lost it | settle the checkpoint as lost (absorbed); void without one |
+| nothing, for a short while | wait for it |
+| nothing for `replica_lost_after_s` | as for "lost it" |
+
+Any number of sweepers may run: a claim raises the lease token, so a row has one owner at a time, and
+the slow gateway that comes back finds its token outdated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+import structlog
+from loraplex_engine.client import EngineLostError
+from loraplex_engine.protocol import FinishReason, Usage
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.db import Request
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.transactions import run_transaction
+from loraplex_platform.metering import queries as metering_queries
+from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.policy import AttemptUsage
+from loraplex_platform.metering.records import Settlement
+from loraplex_platform.worker import queries
+from loraplex_platform.worker.engines import ConnectedEngines
+
+log = structlog.get_logger(__name__)
+
+SWEEPER = "sweeper"
+BATCH = 50
+CLAIM_S = 10.0  # longer than an engine's answer takes
+ABORT_ANSWER_S = 0.5  # an abort is done within a step: then there is an entry
+ERROR_CODE = "gateway_lost"
+
+Verdict = Literal["settled", "lost", "voided", "aborting", "waiting", "overtaken"]
+
+
+class _LandedMeanwhileError(Exception):
+    """The journal arrived while we were about to void: nothing is void."""
+
+
+class Sweeper:
+    """See the module's header.
+
+    Args:
+        grace_s: how long after the end of its lease a request is left alone.
+        replica_lost_after_s: how long a replica may be silent before its journal is given up.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionFactory,
+        engines: ConnectedEngines,
+        *,
+        grace_s: float,
+        replica_lost_after_s: float,
+    ) -> None:
+        self._sessions = sessions
+        self._engines = engines
+        self._grace_s = grace_s
+        self._replica_lost_after_s = replica_lost_after_s
+        self._started_at_s = time.monotonic()
+
+    async def sweep_once(self) -> list[Verdict]:
+        """Claim what is due and deal with each; what fails is due again when the claim ends."""
+
+        async def claim(session: AsyncSession) -> list[Request]:
+            return await metering_queries.claim_expired(
+                session, grace_s=self._grace_s, lease_s=CLAIM_S, limit=BATCH
+            )
+
+        claimed = await run_transaction(self._sessions, claim)
+        results = await asyncio.gather(
+            *(self._deal_with(request) for request in claimed), return_exceptions=True
+        )
+        verdicts: list[Verdict] = []
+        for request, result in zip(claimed, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("sweep_failed", request_id=str(request.id), exc_info=result)
+            else:
+                log.info("request_swept", request_id=str(request.id), verdict=result)
+                verdicts.append(result)
+        return verdicts
+
+    async def _deal_with(self, request: Request) -> Verdict:
+        async with self._sessions() as session:
+            landed = await queries.find_landed(session, request.id, request.attempt)
+        if landed is not None:
+            usage = Usage(
+                prompt_tokens=landed.prompt_tokens,
+                completion_tokens=landed.completion_tokens,
+                cached_tokens=landed.cached_tokens,
+            )
+            return await self._settle(request, landed.finish_reason, usage)
+        if request.replica_id is None:
+            return await self._give_up(request)
+        replica = self._engines.find(request.replica_id)
+        if replica is None:
+            return await self._wait_or_give_up(request, request.replica_id)
+        try:
+            reply = await replica.client.query_usage(str(request.id), request.attempt)
+        except EngineLostError:
+            return await self._come_back(request, CLAIM_S, "waiting")
+        if reply.state == "running":
+            replica.client.abort(str(request.id), request.attempt)
+            return await self._come_back(request, ABORT_ANSWER_S, "aborting")
+        if reply.entry is None:
+            return await self._give_up(request)
+        return await self._settle(request, reply.entry.finish_reason, reply.entry.usage)
+
+    async def _settle(self, request: Request, reason: FinishReason | str, usage: Usage) -> Verdict:
+        result = await metering.settle(
+            self._sessions,
+            Settlement(
+                request_id=request.id,
+                lease_token=request.lease_token,
+                usage=usage_of(request, reason, usage),
+                settled_by=SWEEPER,
+                finish_reason=reason,
+                error_code=ERROR_CODE,
+            ),
+        )
+        return "settled" if result.applied else "overtaken"
+
+    async def _wait_or_give_up(self, request: Request, replica_id: str) -> Verdict:
+        async with self._sessions() as session:
+            unseen_s = await queries.seconds_unseen(session, replica_id)
+        # We may have started a moment ago, and the replica be fine: nobody has looked for it since.
+        looked_for_s = time.monotonic() - self._started_at_s
+        silent_s = looked_for_s if unseen_s is None else min(unseen_s, looked_for_s)
+        if silent_s < self._replica_lost_after_s:
+            return await self._come_back(request, 1.0, "waiting")
+        return await self._give_up(request)
+
+    async def _give_up(self, request: Request) -> Verdict:
+        """No engine can tell: what had reached the gateway is absorbed; nothing: void."""
+        if request.checkpoint_tokens > 0:
+            result = await metering.settle(self._sessions, _as_lost(request))
+            return "lost" if result.applied else "overtaken"
+
+        async def void(session: AsyncSession) -> bool:
+            is_void = await metering_queries.void_request(
+                session,
+                request.id,
+                request.lease_token,
+                voided_by=SWEEPER,
+                http_status=None,
+                error_code=ERROR_CODE,
+            )
+            # After the update, which waits for a landing that has locked the row.
+            if await queries.find_landed(session, request.id, request.attempt) is not None:
+                raise _LandedMeanwhileError
+            return is_void
+
+        try:
+            return "voided" if await run_transaction(self._sessions, void) else "overtaken"
+        except _LandedMeanwhileError:
+            return await self._come_back(request, 0.0, "waiting")
+
+    async def _come_back(self, request: Request, after_s: float, verdict: Verdict) -> Verdict:
+        async def extend(session: AsyncSession) -> bool:
+            # Due again `after_s` from now: the grace comes on top of the lease.
+            return await metering_queries.extend_claim(
+                session, request.id, request.lease_token, after_s - self._grace_s
+            )
+
+        return verdict if await run_transaction(self._sessions, extend) else "overtaken"
+
+
+def usage_of(request: Request, reason: FinishReason | str, usage: Usage) -> AttemptUsage:
+    """The billing policy's view of a journal entry that no gateway has judged.
+
+    With stop strings only the gateway knew which token completed one, so of a stopped text no more
+    than the last checkpoint is billed: never too much, too little by one renewal's tokens at most.
+    """
+    absorbed_anyway = 0
+    if reason == "stop" and request.has_stop_strings:
+        absorbed_anyway = max(0, usage.completion_tokens - request.checkpoint_tokens)
+    outcome: Literal["completed", "aborted", "fault"] = "fault"
+    if reason in ("stop", "length"):
+        outcome = "completed"
+    elif reason == "abort":
+        outcome = "aborted"
+    return AttemptUsage(
+        outcome=outcome,
+        source="journal",
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated=usage.completion_tokens,
+        absorbed_anyway=0 if outcome == "fault" else absorbed_anyway,
+        attempt=request.attempt,
+        replica_id=request.replica_id,
+    )
+
+
+def _as_lost(request: Request) -> Settlement:
+    return Settlement(
+        request_id=request.id,
+        lease_token=request.lease_token,
+        usage=AttemptUsage(
+            outcome="lost",
+            source="observed",
+            prompt_tokens=request.est_prompt_tokens,
+            generated=request.checkpoint_tokens,
+            attempt=request.attempt,
+            replica_id=request.replica_id,
+        ),
+        settled_by=SWEEPER,
+        finish_reason="error",
+        error_code=ERROR_CODE,
+    )

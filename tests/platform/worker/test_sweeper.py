@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import pytest
+from loraplex_engine.client import EngineClient
+from loraplex_engine.protocol import Generate, SamplingParams
+from loraplex_platform.metering import service
+from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.metering.records import Renewal, Reservation
+from loraplex_platform.worker.engines import ConnectedEngines
+from loraplex_platform.worker.journals import JournalPuller
+from loraplex_platform.worker.sweeper import Sweeper
+
+from tests.support.engines import connected
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.metering import (
+    Customer,
+    add_customer,
+    reservation,
+    rows_of,
+    run_sql,
+    settlement,
+)
+
+if TYPE_CHECKING:
+    from loraplex_platform.db.session import Database
+
+
+@pytest.fixture
+async def engine(short_tmp_path: Path) -> AsyncIterator[FakeEngine]:
+    async with FakeEngine(short_tmp_path, replica_id="replica-1") as fake:
+        yield fake
+
+
+def sweeper_of(db: Database, engines: ConnectedEngines, lost_after_s: float = 0.0) -> Sweeper:
+    return Sweeper(db.sessions, engines, grace_s=0.0, replica_lost_after_s=lost_after_s)
+
+
+def generate_of(wanted: Reservation) -> Generate:
+    return Generate(
+        request_id=str(wanted.request_id),
+        attempt=wanted.attempt,
+        lease_token=1,
+        tenant_id=str(wanted.tenant_id),
+        tenant_salt=b"salt",
+        prompt_token_ids=list(range(10)),
+        sampling=SamplingParams(max_tokens=wanted.est_completion_tokens),
+    )
+
+
+async def expire(db: Database, request_id: UUID) -> None:
+    await run_sql(
+        db, "update requests set lease_until = now() - interval '1 s' where id=:id", id=request_id
+    )
+
+
+async def run_and_die(
+    db: Database, engine: FakeEngine, customer: Customer, **changes: object
+) -> Reservation:
+    """A gateway that reserved, ran the request to its end, and died before it settled."""
+    wanted = reservation(customer, **changes)
+    await service.reserve(db.sessions, wanted)
+    async with EngineClient(engine.address, gateway_id="gw-1") as client:
+        await client.connect()
+        async for _ in await client.generate(generate_of(wanted)):
+            pass
+    await expire(db, wanted.request_id)
+    return wanted
+
+
+async def assert_books_are_right(db: Database, engines: ConnectedEngines) -> None:
+    await JournalPuller(db.sessions, engines).pull_once()
+    report = await check_invariants(db.sessions)
+    assert [check for check in report.checks if not check.ok] == []
+    assert report.identity.pending_requests == 0
+
+
+async def test_a_finished_request_is_billed_from_the_journal_once(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7), cached_tokens=4)
+    wanted = await run_and_die(db, engine, customer)
+
+    async with connected(engine) as engines:
+        first = await sweeper_of(db, engines).sweep_once()
+        second = await sweeper_of(db, engines).sweep_once()
+        await assert_books_are_right(db, engines)
+
+    request, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert (first, second) == (["settled"], [])
+    assert (attempt.outcome, attempt.source, attempt.billed) == ("completed", "journal", 7)
+    assert (entry.account, entry.prompt_tokens, entry.cached_tokens) == ("revenue", 10, 4)
+    assert (request.settled_by, request.error_code) == ("sweeper", "gateway_lost")
+
+
+async def test_the_slow_gateway_that_comes_back_changes_nothing(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7))
+    wanted = await run_and_die(db, engine, customer)
+    async with connected(engine) as engines:
+        await sweeper_of(db, engines).sweep_once()
+
+    late = await service.settle(db.sessions, settlement(wanted.request_id, usage_generated=7))
+    lost = await service.renew(db.sessions, [Renewal(wanted.request_id, 1)])
+
+    assert (late.applied, lost) == (False, {wanted.request_id})
+    assert len((await rows_of(db, wanted.request_id))[2]) == 1
+
+
+async def test_a_gateway_that_was_faster_wins_over_the_sweeper(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    wanted = await run_and_die(db, engine, customer)
+    await service.settle(db.sessions, settlement(wanted.request_id, usage_generated=100))
+
+    async with connected(engine) as engines:
+        assert await sweeper_of(db, engines).sweep_once() == []
+
+
+async def test_a_running_request_is_aborted_and_billed_up_to_the_abort(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(90), token_delay_s=0.01)
+    wanted = reservation(customer)
+    await service.reserve(db.sessions, wanted)
+    async with (
+        connected(engine) as engines,
+        EngineClient(engine.address, gateway_id="gw-1") as client,
+    ):
+        await client.connect()
+        stream = await client.generate(generate_of(wanted))
+        await anext(stream)
+        await expire(db, wanted.request_id)
+        sweeper = sweeper_of(db, engines)
+
+        assert await sweeper.sweep_once() == ["aborting"]
+        deadline = time.monotonic() + 10
+        verdicts: list[str] = []
+        while "settled" not in verdicts:
+            assert time.monotonic() < deadline
+            verdicts += await sweeper.sweep_once()
+            await asyncio.sleep(0.01)
+        await assert_books_are_right(db, engines)
+
+    request, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert engine.num_running == 0
+    assert 0 < attempt.generated < 90
+    assert (attempt.outcome, attempt.billed) == ("aborted", attempt.generated)
+    assert attempt.generated == engine.journal[0].usage.completion_tokens
+    assert (entry.account, entry.completion_tokens) == ("revenue", attempt.generated)
+    assert request.finish_reason == "abort"
+
+
+async def test_an_engines_error_is_absorbed(db: Database, engine: FakeEngine) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(error_after=3)
+    wanted = await run_and_die(db, engine, customer)
+
+    async with connected(engine) as engines:
+        await sweeper_of(db, engines).sweep_once()
+        await assert_books_are_right(db, engines)
+
+    _, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert (attempt.outcome, attempt.billed, attempt.absorbed) == ("fault", 0, 3)
+    assert entry.account == "absorbed"
+
+
+async def test_with_stop_strings_a_stopped_text_is_billed_up_to_the_checkpoint(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(9))
+    wanted = await run_and_die(db, engine, customer, has_stop_strings=True)
+    await run_sql(db, "update requests set checkpoint_tokens = 6")
+
+    async with connected(engine) as engines:
+        await sweeper_of(db, engines).sweep_once()
+        await assert_books_are_right(db, engines)
+
+    _, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert (attempt.generated, attempt.billed, attempt.absorbed) == (9, 6, 3)
+    assert (entry.account, entry.completion_tokens) == ("revenue", 6)
+
+
+async def test_a_request_that_was_never_dispatched_is_void(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    known = reservation(customer)
+    nowhere = reservation(customer, replica_id=None)
+    for wanted in (known, nowhere):
+        await service.reserve(db.sessions, wanted)
+        await expire(db, wanted.request_id)
+
+    async with connected(engine) as engines:
+        assert await sweeper_of(db, engines).sweep_once() == ["voided", "voided"]
+        await assert_books_are_right(db, engines)
+
+    request, attempts, ledger = await rows_of(db, known.request_id)
+    assert (request.state, request.settled_by, attempts, ledger) == ("voided", "sweeper", [], [])
+
+
+async def test_when_both_died_the_checkpoint_is_absorbed(db: Database, engine: FakeEngine) -> None:
+    customer = await add_customer(db)
+    wanted = reservation(customer)
+    await service.reserve(db.sessions, wanted)
+    await service.renew(db.sessions, [Renewal(wanted.request_id, 1, checkpoint_tokens=5)])
+    await expire(db, wanted.request_id)
+
+    async with connected(engine) as engines:
+        assert await sweeper_of(db, engines).sweep_once() == ["lost"]
+        await assert_books_are_right(db, engines)
+
+    _, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert (attempt.outcome, attempt.source, attempt.absorbed) == ("lost", "observed", 5)
+    assert (entry.account, entry.prompt_tokens, entry.completion_tokens) == ("absorbed", 10, 5)
+
+
+async def test_a_silent_replica_is_waited_for_and_given_up_in_the_end(db: Database) -> None:
+    customer = await add_customer(db)
+    wanted = reservation(customer)
+    await service.reserve(db.sessions, wanted)
+    await expire(db, wanted.request_id)
+
+    async with connected() as engines:
+        assert await sweeper_of(db, engines, lost_after_s=60).sweep_once() == ["waiting"]
+        request, _, _ = await rows_of(db, wanted.request_id)
+        assert (request.state, request.lease_token) == ("reserved", 2)
+        await expire(db, wanted.request_id)
+        assert await sweeper_of(db, engines, lost_after_s=0).sweep_once() == ["voided"]
+
+
+async def test_a_landed_journal_settles_although_its_engine_is_gone(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7))
+    wanted = await run_and_die(db, engine, customer)
+    async with connected(engine) as engines:
+        await JournalPuller(db.sessions, engines).pull_once()
+    await engine.crash()
+
+    async with connected() as engines:
+        assert await sweeper_of(db, engines).sweep_once() == ["settled"]
+        await assert_books_are_right(db, engines)
+
+    _, [attempt], _ = await rows_of(db, wanted.request_id)
+    assert (attempt.source, attempt.billed) == ("journal", 7)
+
+
+async def test_work_that_turns_up_after_the_void_is_absorbed(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7))
+    wanted = await run_and_die(db, engine, customer)
+    async with connected() as engines:  # the engine cannot be reached, and is given up
+        assert await sweeper_of(db, engines).sweep_once() == ["voided"]
+
+    async with connected(engine) as engines:
+        await assert_books_are_right(db, engines)
+
+    request, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert request.state == "voided"
+    assert (attempt.outcome, attempt.source, attempt.absorbed) == ("lost", "journal", 7)
+    assert (entry.kind, entry.account, entry.completion_tokens) == ("late", "absorbed", 7)
+
+
+async def test_two_sweepers_settle_everything_once(db: Database, engine: FakeEngine) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(3))
+    wanted = [await run_and_die(db, engine, customer) for _ in range(12)]
+
+    async with connected(engine) as engines, connected(engine) as others:
+        sweepers = [sweeper_of(db, engines), sweeper_of(db, others)]
+        rounds = await asyncio.gather(*(s.sweep_once() for s in sweepers for _ in range(2)))
+        await assert_books_are_right(db, engines)
+
+    assert sum(verdict == "settled" for verdicts in rounds for verdict in verdicts) == len(wanted)
+    for each in wanted:
+        _, attempts, ledger = await rows_of(db, each.request_id)
+        assert (len(attempts), len(ledger)) == (1, 1)
+
+
+async def test_sweeper_and_slow_gateway_at_once_settle_exactly_once(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(5))
+    wanted = [await run_and_die(db, engine, customer) for _ in range(12)]
+
+    async with connected(engine) as engines:
+        results = await asyncio.gather(
+            sweeper_of(db, engines).sweep_once(),
+            *(
+                service.settle(db.sessions, settlement(each.request_id, usage_generated=5))
+                for each in wanted
+            ),
+        )
+        await assert_books_are_right(db, engines)
+
+    verdicts, settled = results[0], results[1:]
+    num_swept = sum(verdict == "settled" for verdict in verdicts)
+    assert num_swept + sum(result.applied for result in settled) == len(wanted)
+    for each in wanted:
+        _, attempts, ledger = await rows_of(db, each.request_id)
+        assert (len(attempts), len(ledger)) == (1, 1)
