@@ -1,0 +1,1 @@
+"""The admin console: Streamlit pages over the control API."""

@@ -1,0 +1,444 @@
+"""A typed client of the control API: everything the console knows comes through here.
+
+No SQL, no engine: permissions are tested once, in the API. Answers keep the API's own field names, so
+that its OpenAPI page is the documentation of these types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Generic, Literal, TypedDict, TypeVar, cast
+
+import httpx
+
+TIMEOUT_S = 30.0
+# An upload is validated and probed before it is answered.
+UPLOAD_TIMEOUT_S = 300.0
+PAGE_SIZE = 50
+SESSION_COOKIE = "loraplex_session"
+
+ItemT = TypeVar("ItemT")
+
+
+class ApiError(Exception):
+    """The API refused; its message says what is wrong and what to do."""
+
+    def __init__(self, message: str, *, status: int, code: str | None, param: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class ApiUnreachableError(Exception):
+    """The control API does not answer."""
+
+
+class Page(TypedDict, Generic[ItemT]):
+    """One page of a list; `after=last_id` gets the next."""
+
+    data: list[ItemT]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class User(TypedDict):
+    """Who is logged in."""
+
+    id: str
+    email: str
+    role: Literal["admin", "viewer"]
+
+
+class Overview(TypedDict):
+    """The fleet at a glance."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+    resident_adapters: int
+    tenants: int
+    keys: int
+    adapters: int
+    deployments: int
+    cost_today_usd: str
+
+
+class Tenant(TypedDict):
+    """A customer."""
+
+    id: str
+    slug: str
+    name: str
+    status: str
+    created_at: int
+
+
+class ApiKey(TypedDict):
+    """A data-plane key; `secret` only in the answer that made it."""
+
+    id: str
+    tenant_id: str
+    name: str
+    redacted: str
+    status: Literal["active", "revoked", "expired"]
+    created_at: int
+    expires_at: int | None
+    revoked_at: int | None
+    last_used_at: int | None
+    secret: str
+
+
+class Check(TypedDict):
+    """One check of an upload."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+class ProbeSample(TypedDict):
+    """One prompt, answered by base and adapter."""
+
+    prompt: str
+    base: str
+    adapter: str
+
+
+class Probe(TypedDict):
+    """What the adapter changes."""
+
+    samples: list[ProbeSample]
+    changed: int
+    max_logprob_difference: float
+
+
+class Report(TypedDict):
+    """What was checked and seen at the upload."""
+
+    checks: list[Check]
+    matched_modules: int
+    total_modules: int
+    parameters: int
+    norms: dict[str, float]
+    probe: Probe
+
+
+class AdapterVersion(TypedDict):
+    """An immutable version."""
+
+    id: str
+    adapter_id: str
+    version: int
+    digest: str
+    status: str
+    size_bytes: int
+    rank: int
+    target_modules: list[str]
+    created_at: int
+    report: Report
+
+
+class Adapter(TypedDict):
+    """A named line of versions, newest first."""
+
+    id: str
+    tenant_id: str
+    name: str
+    created_at: int
+    versions: list[AdapterVersion]
+
+
+class UploadedAdapter(TypedDict):
+    """The answer to an upload."""
+
+    id: str
+    name: str
+    version: AdapterVersion
+
+
+class Revision(TypedDict):
+    """What answers under a deployment's name."""
+
+    id: str
+    number: int
+    version_id: str | None
+    adapter_id: str | None
+    adapter_name: str | None
+    digest: str | None
+    created_at: int
+
+
+class Deployment(TypedDict):
+    """A public model id of a tenant."""
+
+    id: str
+    tenant_id: str
+    name: str
+    base_model: str
+    revision: Revision
+    created_at: int
+    updated_at: int
+
+
+class UsageRow(TypedDict, total=False):
+    """Tokens and dollars of a bucket."""
+
+    start_time: int
+    end_time: int
+    tenant_id: str
+    tenant: str
+    key_id: str
+    model: str
+    adapter_version_id: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    absorbed_tokens: int
+    cost_usd: str
+
+
+class InvariantCheck(TypedDict):
+    """One rule of the books."""
+
+    name: str
+    title: str
+    ok: bool
+    detail: str
+
+
+class Invariants(TypedDict):
+    """Whether the books add up."""
+
+    ok: bool
+    checked_at: int
+    identity: dict[str, int]
+    checks: list[InvariantCheck]
+
+
+class Api:
+    """Calls `/admin/v1` as the person whose session cookie this is."""
+
+    def __init__(
+        self, control_url: str, session_token: str, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=f"{control_url.rstrip('/')}/admin/v1",
+            cookies={SESSION_COOKIE: session_token},
+            timeout=TIMEOUT_S,
+            transport=transport,
+        )
+
+    # ------------------------------------------------------------------------------- session
+
+    def current_user(self) -> User | None:
+        """Who is logged in; None when the session is unknown, expired or ended."""
+        try:
+            session = self._get("/sessions/current")
+        except ApiError as error:
+            if error.status == httpx.codes.UNAUTHORIZED:
+                return None
+            raise
+        return cast(User, session["user"])
+
+    def log_out(self) -> None:
+        """End this session everywhere it is open."""
+        self._call("DELETE", "/sessions/current")
+
+    # ------------------------------------------------------------------------------ overview
+
+    def overview(self) -> Overview:
+        """Figures of the whole fleet, now."""
+        return cast(Overview, self._get("/overview"))
+
+    def fleet(self) -> dict[str, Any]:
+        """Replicas with their statistics, and gateways."""
+        return self._get("/fleet")
+
+    def invariants(self) -> Invariants:
+        """Run the checks of the books and return them."""
+        return cast(Invariants, self._get("/invariants"))
+
+    # ---------------------------------------------------------------------- tenants and keys
+
+    def tenants(self, *, after: str | None = None, limit: int = PAGE_SIZE) -> Page[Tenant]:
+        """One page of tenants."""
+        return cast(Page[Tenant], self._page("/tenants", after, limit))
+
+    def create_tenant(self, slug: str, name: str) -> Tenant:
+        """A new tenant."""
+        body = {"slug": slug} | ({"name": name} if name else {})
+        return cast(Tenant, self._post("/tenants", body))
+
+    def keys(self, tenant_id: str, *, after: str | None = None) -> Page[ApiKey]:
+        """One page of a tenant's keys."""
+        return cast(Page[ApiKey], self._page(f"/tenants/{tenant_id}/keys", after, PAGE_SIZE))
+
+    def create_key(self, tenant_id: str, name: str) -> ApiKey:
+        """A new key; its `secret` is in this answer and never again."""
+        return cast(ApiKey, self._post(f"/tenants/{tenant_id}/keys", {"name": name}))
+
+    def revoke_key(self, tenant_id: str, key_id: str) -> None:
+        """End a key; its next request is refused."""
+        self._call("DELETE", f"/tenants/{tenant_id}/keys/{key_id}")
+
+    # ------------------------------------------------------------- adapters and deployments
+
+    def adapters(self, tenant_id: str, *, after: str | None = None) -> Page[Adapter]:
+        """One page of a tenant's adapters with their versions."""
+        return cast(Page[Adapter], self._page(f"/tenants/{tenant_id}/adapters", after, PAGE_SIZE))
+
+    def upload_adapter(
+        self, tenant_id: str, name: str, config: BinaryIO, tensors: BinaryIO
+    ) -> UploadedAdapter:
+        """Upload, validate and probe; returns when the version is ready to serve."""
+        answer = self._call(
+            "POST",
+            f"/tenants/{tenant_id}/adapters",
+            data={"name": name},
+            files={
+                "adapter_config": ("adapter_config.json", config, "application/json"),
+                "adapter_model": (
+                    "adapter_model.safetensors",
+                    tensors,
+                    "application/octet-stream",
+                ),
+            },
+            timeout=UPLOAD_TIMEOUT_S,
+        )
+        return cast(UploadedAdapter, answer.json())
+
+    def deployments(self, tenant_id: str, *, after: str | None = None) -> Page[Deployment]:
+        """One page of a tenant's deployments."""
+        path = f"/tenants/{tenant_id}/deployments"
+        return cast(Page[Deployment], self._page(path, after, PAGE_SIZE))
+
+    def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Deployment:
+        """Let `name` answer with a version from now on; None: with the base."""
+        answer = self._call(
+            "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
+        )
+        return cast(Deployment, answer.json())
+
+    def delete_deployment(self, tenant_id: str, name: str) -> None:
+        """Take a name out of service; its history stays."""
+        self._call("DELETE", f"/tenants/{tenant_id}/deployments/{name}")
+
+    # --------------------------------------------------------------------- usage and requests
+
+    def usage(
+        self, *, start: int, end: int, bucket: str, group_by: list[str], tenant_id: str | None
+    ) -> list[UsageRow]:
+        """Usage rows of [start, end), unix seconds."""
+        answer = self._get("/usage", self._usage_query(start, end, bucket, group_by, tenant_id))
+        return cast(list[UsageRow], answer["data"])
+
+    def usage_csv(
+        self, *, start: int, end: int, bucket: str, group_by: list[str], tenant_id: str | None
+    ) -> bytes:
+        """The same rows as the API's own CSV, whose cells are safe in a spreadsheet."""
+        query = self._usage_query(start, end, bucket, group_by, tenant_id) | {"format": "csv"}
+        return self._call("GET", "/usage", params=query).content
+
+    @staticmethod
+    def _usage_query(
+        start: int, end: int, bucket: str, group_by: list[str], tenant_id: str | None
+    ) -> dict[str, Any]:
+        query: dict[str, Any] = {
+            "start_time": start,
+            "end_time": end,
+            "bucket_width": bucket,
+            "group_by[]": group_by,
+        }
+        return query | ({"tenant_id": tenant_id} if tenant_id else {})
+
+    def requests(self, *, tenant_id: str | None, after: str | None = None) -> Page[dict[str, Any]]:
+        """One page of the request log, newest first; metadata only."""
+        query: dict[str, Any] = {"limit": PAGE_SIZE}
+        query |= {"tenant_id": tenant_id} if tenant_id else {}
+        query |= {"after": after} if after else {}
+        return cast(Page[dict[str, Any]], self._get("/requests", query))
+
+    # -------------------------------------------------------------------------- playground
+
+    def stream_chat(
+        self,
+        tenant_id: str,
+        model: str,
+        messages: list[dict[str, str]],
+        *,
+        max_tokens: int,
+        temperature: float,
+    ) -> Iterator[str]:
+        """Pieces of the answer as they come; billed to the tenant like any request."""
+        body = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        path = f"/tenants/{tenant_id}/playground"
+        try:
+            with self._http.stream("POST", path, json=body, timeout=UPLOAD_TIMEOUT_S) as answer:
+                if answer.is_error:
+                    answer.read()
+                    _raise_refusal(answer)
+                yield from _contents(answer.iter_lines())
+        except httpx.TransportError as error:
+            raise ApiUnreachableError(str(error)) from error
+
+    # ------------------------------------------------------------------------------ plumbing
+
+    def _page(self, path: str, after: str | None, limit: int) -> dict[str, Any]:
+        return self._get(path, {"limit": limit} | ({"after": after} if after else {}))
+
+    def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
+        return cast(dict[str, Any], self._call("GET", path, params=query).json())
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return cast(dict[str, Any], self._call("POST", path, json=body).json())
+
+    def _call(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own options
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise ApiUnreachableError(str(error)) from error
+        if answer.is_error:
+            _raise_refusal(answer)
+        return answer
+
+
+def _raise_refusal(answer: httpx.Response) -> None:
+    try:
+        error = answer.json()["error"]
+        message, code, param = error["message"], error["code"], error["param"]
+    except (ValueError, KeyError, TypeError):
+        message, code, param = f"The control API answered {answer.status_code}.", None, None
+    raise ApiError(message, status=answer.status_code, code=code, param=param)
+
+
+def _contents(lines: Iterator[str]) -> Iterator[str]:
+    """Text pieces of a chat stream.
+
+    Raises:
+        ApiError: an error frame, or an end without `[DONE]`: the answer is incomplete.
+    """
+    for line in lines:
+        if not line.startswith("data: "):
+            continue
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        frame = json.loads(data)
+        if "error" in frame:
+            error = frame["error"]
+            raise ApiError(error["message"], status=502, code=error.get("code"), param=None)
+        for choice in frame["choices"]:
+            if piece := choice["delta"].get("content"):
+                yield piece
+    raise ApiError("The answer broke off.", status=502, code="incomplete_stream", param=None)

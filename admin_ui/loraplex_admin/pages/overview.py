@@ -1,0 +1,89 @@
+"""The fleet at a glance, refreshed every few seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from loraplex_admin import format as fmt
+from loraplex_admin.api import Api, ApiUnreachableError, User
+
+_REFRESH = "3s"
+
+
+def render(api: Api, _user: User) -> None:
+    """Figures, then each replica."""
+    st.title("Overview")
+
+    @st.fragment(run_every=_REFRESH)
+    def live() -> None:
+        try:
+            _figures(api)
+            _replicas(api.fleet()["replicas"])
+        except ApiUnreachableError:
+            st.error("The control API does not answer. Trying again.", icon=":material/cloud_off:")
+
+    live()
+
+
+def _figures(api: Api) -> None:
+    now = api.overview()
+    first = st.columns(4)
+    first[0].metric("Requests/s", f"{now['requests_per_s']:.2f}", border=True)
+    first[1].metric("Tokens/s", f"{now['tokens_per_s']:.1f}", border=True)
+    first[2].metric("Running", fmt.count(now["running"]), border=True)
+    first[3].metric("Waiting", fmt.count(now["waiting"]), border=True)
+    second = st.columns(4)
+    second[0].metric("KV cache in use", f"{now['kv_usage']:.1%}", border=True)
+    second[1].metric("Resident adapters", fmt.count(now["resident_adapters"]), border=True)
+    second[2].metric("Cost today", fmt.usd(now["cost_today_usd"]), border=True)
+    second[3].metric(
+        "Tenants · deployments",
+        f"{fmt.count(now['tenants'])} · {fmt.count(now['deployments'])}",
+        border=True,
+    )
+
+
+def _replicas(replicas: list[dict[str, Any]]) -> None:
+    st.subheader("Replicas")
+    if not replicas:
+        st.warning("No engine replica is registered: requests are answered with 503.")
+        return
+    for replica in replicas:
+        stats = replica["stats"]
+        with st.container(border=True):
+            st.markdown(f"**`{replica['replica_id']}`** · {replica['state']}")
+            st.caption(
+                f"{replica['base_model']} · {replica['dtype']} on {replica['device']} "
+                f"({replica['isa']}) · torch {replica['torch_version']} · context "
+                f"{fmt.count(replica['max_model_len'])}"
+            )
+            if not replica["row_rule_holds"]:
+                st.warning("The row rule's self-check failed here: bits may depend on neighbours.")
+            if stats is None:
+                st.caption("It does not answer right now.")
+                continue
+            st.progress(
+                min(1.0, stats["kv_usage"]),
+                text=f"KV cache {stats['kv_usage']:.1%} of "
+                f"{fmt.count(stats['kv_blocks_total'])} blocks",
+            )
+            st.dataframe(
+                [
+                    {
+                        "running": stats["num_running"],
+                        "waiting": stats["num_waiting"],
+                        "tokens/s": round(replica["generation_tokens_per_s"], 1),
+                        "steps": stats["steps_total"],
+                        "mixed steps": stats["mixed_steps_total"],
+                        "most adapters in a step": stats["max_adapters_in_step"],
+                        "adapters in slots": len(stats["adapters_resident"]),
+                        "adapters in memory": len(stats["adapters_host"]),
+                        "preemptions": stats["num_preemptions_total"],
+                        "memory": fmt.size(stats["rss_bytes"]),
+                    }
+                ],
+                hide_index=True,
+                key=f"replica_{replica['replica_id']}",
+            )
