@@ -89,6 +89,8 @@ class EngineCore:
                 f"{self._scheduler.num_waiting} requests are waiting already",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if generate.adapter_digest is not None:
+            self._adapters.prefetch(generate.adapter_digest)
         stop_ids = frozenset(generate.sampling.stop_token_ids)
         if not generate.sampling.ignore_eos:
             stop_ids |= self.limits.eos_token_ids
@@ -96,8 +98,6 @@ class EngineCore:
         self._next_seq += 1
         self._live[identity] = request
         self._scheduler.add(request)
-        if generate.adapter_digest is not None:
-            self._adapters.prefetch(generate.adapter_digest)
 
     def abort(self, request_id: str, attempt: int, as_stop: bool = False) -> None:
         """End a request in whatever state it is; unknown or ended: no-op.

@@ -230,8 +230,6 @@ class Scheduler:
                     self._end(batch, request, ending)
                     continue
                 if leased is None:
-                    # It may have been dropped since the request came: a waiting one keeps it wanted.
-                    self._adapters.prefetch(digest)
                     unavailable.add(digest)
                     continue
                 slot = leased

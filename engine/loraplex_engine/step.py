@@ -105,6 +105,8 @@ class AdapterPool(Protocol):
     def lease(self, digest: str) -> int | None:
         """The step slot, now leased once more; None: still loading, or every slot is in use.
 
+        Asking is enough to have it loaded again if it was evicted meanwhile.
+
         Raises:
             AdapterUnavailableError: the store does not have it, or reading it failed.
             AdapterInvalidError: what the store has is not what the digest names, or does not fit.

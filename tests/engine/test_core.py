@@ -179,8 +179,9 @@ def test_a_full_queue_refuses_with_a_time_to_retry_and_recovers() -> None:
         engine.core.add(make_request(f"r{index}", max_tokens=1))
 
     with pytest.raises(QueueFullError, match="2 requests are waiting") as refusal:
-        engine.core.add(make_request("r2"))
+        engine.core.add(make_request("r2", adapter="a"))
     assert refusal.value.retry_after_s
+    assert not engine.adapters.wanted
 
     engine.core.step()
     engine.core.add(make_request("r2"))

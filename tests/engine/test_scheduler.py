@@ -287,18 +287,6 @@ def test_an_adapter_is_asked_for_once_per_step_however_many_wait_for_it() -> Non
     assert engine.adapters.num_lease_calls == 1
 
 
-def test_a_dropped_adapter_is_asked_for_again_while_its_request_waits() -> None:
-    engine = make_engine()
-    engine.adapters.hold("a")
-    engine.core.add(make_request(adapter="a"))
-    engine.adapters.num_prefetches = 0
-
-    engine.core.step()
-    engine.core.step()
-
-    assert engine.adapters.num_prefetches == 2
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -106,7 +106,6 @@ class FakeAdapterPool:
     held_back: set[str] = field(default_factory=set)
     failures: dict[str, RequestRejectedError] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
-    num_prefetches: int = 0
     num_lease_calls: int = 0
     num_leased: int = 0
     num_released: int = 0
@@ -122,7 +121,6 @@ class FakeAdapterPool:
 
     def prefetch(self, digest: str) -> None:
         self.wanted.add(digest)
-        self.num_prefetches += 1
 
     def lease(self, digest: str) -> int | None:
         self.num_lease_calls += 1
