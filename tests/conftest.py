@@ -37,7 +37,7 @@ def short_tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgres_server(session_folder: Path) -> Iterator[PostgresServer]:
-    """The session's server (tests.support.postgres.PostgresServer): `.clone()`, `.empty()`."""
+    """The session's server, to take databases from: `.borrow()`, `.clone()`, `.empty()`."""
     from tests.support.postgres import PostgresServer
 
     server = PostgresServer(session_folder / "postgres")
@@ -54,8 +54,9 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def db_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """The owner's URL of a fresh, migrated, empty database, for this test alone."""
-    with postgres_server.clone() as url:
+    """The owner's URL of a migrated, empty database, for this test alone. Leave its schema as it is
+    (else take `postgres_server.clone()`)."""
+    with postgres_server.borrow() as url:
         yield url
 
 

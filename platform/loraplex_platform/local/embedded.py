@@ -139,7 +139,8 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
         url=_postgres_url(socket_dir, DATABASE),
         pid=pid,
         socket_path=socket_dir / _POSTGRES_SOCKET,
-        stop_signal=signal.SIGINT,  # "fast": roll open transactions back, checkpoint, end
+        # "fast": roll open transactions back, checkpoint, end. What is not kept needs no checkpoint.
+        stop_signal=signal.SIGINT if is_durable else signal.SIGQUIT,
         kill_signal=signal.SIGQUIT,  # "immediate": recover from the log at the next start
         was_adopted=process is None,
         process=process,
