@@ -120,7 +120,7 @@ class Child:
         return False
 
 
-def end_stale(pids: Path) -> list[Stale]:
+def end_stale(pids: Path, deadline_s: float = STALE_TERM_DEADLINE_S) -> list[Stale]:
     """End the recorded processes of an earlier run that still live; returns them. Blocks for seconds.
 
     A pid is believed only with the recorded boot and start time: pids are used again.
@@ -135,10 +135,10 @@ def end_stale(pids: Path) -> list[Stale]:
     processes = [process for _, process in found]
     for process in processes:
         _signal(process.pid, signal.SIGTERM)
-    psutil.wait_procs(processes, timeout=STALE_TERM_DEADLINE_S)
+    psutil.wait_procs(processes, timeout=deadline_s)
     for process in processes:
         kill_group(process.pid)
-    psutil.wait_procs(processes, timeout=STALE_TERM_DEADLINE_S)
+    psutil.wait_procs(processes, timeout=deadline_s)
     return [stale for stale, _ in found]
 
 

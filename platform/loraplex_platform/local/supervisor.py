@@ -102,11 +102,13 @@ class Supervisor:
             self._keepers[service.name] = asyncio.create_task(
                 self._keep(service), name=f"keep {service.name}"
             )
-        all_ready = asyncio.gather(*(event.wait() for event in self._ready.values()))
+        all_ready = asyncio.create_task(self._all_ready())
         either: set[asyncio.Future[Any]] = {all_ready, self._first_failure}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._first_failure.done():
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             all_ready.cancel()
+        if self._first_failure.done():
             raise self._first_failure.result()
 
     async def stop(self) -> None:
@@ -130,6 +132,10 @@ class Supervisor:
             ended[service.name].set()
 
         await asyncio.gather(*(end(service) for service in self._services))
+
+    async def _all_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
 
     # ------------------------------------------------------------------------ one service
 
