@@ -22,6 +22,7 @@ from loraplex_platform.gateway import (
     queries,
 )
 from loraplex_platform.gateway.context import Gateway
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import BodyLimit, RequestContext
 from loraplex_platform.gateway.pump import PumpSupervisor
@@ -104,6 +105,6 @@ async def _heartbeat(gateway: Gateway) -> None:
                 await queries.note_gateway(session, gateway.gateway_id, started_at)
         except DatabaseUnavailableError as error:
             log.warning("heartbeat_failed", reason=error.message)
-        except Exception:
-            log.exception("heartbeat_crashed")
+        except Exception as error:
+            log_crash("heartbeat_crashed", error)
         await asyncio.sleep(_HEARTBEAT_S)

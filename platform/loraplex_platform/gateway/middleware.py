@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_platform.errors import BodyTooLargeError, PlatformError
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.errors import envelope
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.ids import uuid7
@@ -63,8 +64,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            # The type and the trace are ours; the text of an error may quote a prompt.
-            log.exception("request_crashed", error=type(error).__name__)
+            log_crash("request_crashed", error)
             if status:
                 raise  # the answer has begun: all that is left is to cut it off
             crash = PlatformError("Something went wrong on our side; the request id finds it.")

@@ -35,6 +35,7 @@ from loraplex_platform.errors import (
     PlatformError,
     UnavailableError,
 )
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import (
     AbandonedError,
@@ -144,6 +145,7 @@ class Pump:
     _clock: _Clock = field(init=False)
     _stream: EngineStream | None = field(default=None, init=False)
     _is_abandoned: bool = field(default=False, init=False)
+    _has_aborted: bool = field(default=False, init=False)
     _has_lost_lease: bool = field(default=False, init=False)
     _killed_by: PlatformError | None = field(default=None, init=False)
 
@@ -198,15 +200,15 @@ class Pump:
                 return
             try:
                 ending = await self._generate()
-            except Exception:
-                log.exception("pump_crashed")
+            except Exception as error:
+                log_crash("pump_crashed", error)
                 self._abort()
                 crash = PlatformError("Something went wrong on our side; nothing is billed.")
                 ending = self._fault(crash, "fault", "observed")
             await self._close_books(ending)
-        except Exception:
+        except Exception as error:
             # The listener must hear of an end, whatever happened to the books.
-            log.exception("pump_crashed")
+            log_crash("pump_crashed", error)
             self.events.put_nowait(Failed(PlatformError("Something went wrong on our side.")))
         finally:
             self.is_over = True
@@ -277,8 +279,7 @@ class Pump:
                 )
                 return self._fault(lost, "lost", "observed")
             self._stream = stream
-            if self._is_unwanted:
-                self._abort()
+            self._abort_if_unwanted()
             return None
 
     async def _reroute(self, refused_by: set[str]) -> bool:
@@ -481,12 +482,18 @@ class Pump:
 
     # ------------------------------------------------------------------ small things
 
+    def _abort_if_unwanted(self) -> None:
+        if self._is_unwanted:
+            self._abort()
+
     @property
     def _is_unwanted(self) -> bool:
         return self._is_abandoned or self._killed_by is not None
 
     def _abort(self) -> None:
-        if self._stream is not None:
+        """Tell the engine to stop, once: the first reason is the one that it records."""
+        if self._stream is not None and not self._has_aborted:
+            self._has_aborted = True
             self._stream.abort(as_stop=self._text.is_stopped)
 
     def _note_times(self, num_tokens: int) -> None:
@@ -541,8 +548,8 @@ class PumpSupervisor:
                 await self.renew_once()
             except UnavailableError as error:
                 log.warning("renew_failed", reason=error.message)
-            except Exception:
-                log.exception("renew_crashed")
+            except Exception as error:
+                log_crash("renew_crashed", error)
 
     async def renew_once(self) -> None:
         """One round."""

@@ -204,7 +204,7 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
     if role is None:
         if message.role in ("tool", "function"):
             raise UnsupportedParameterError(
-                f"Role '{message.role}' is not supported yet.", param=f"{path}.role"
+                f"'{path}.role': '{message.role}' is not supported yet.", param=f"{path}.role"
             )
         raise InvalidValueError(
             f"Invalid value for '{path}.role': expected one of {', '.join(_ROLES)}.",

@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.errors import EngineUnavailableError
 from loraplex_platform.gateway import queries
+from loraplex_platform.gateway.crash_log import log_crash
 
 log = structlog.get_logger(__name__)
 
@@ -174,9 +175,9 @@ class Router:
             await asyncio.sleep(self._poll_interval_s)
             try:
                 await self.refresh()
-            except Exception:
+            except Exception as error:
                 # One odd record must not stop every later one from being found.
-                log.exception("replica_poll_crashed")
+                log_crash("replica_poll_crashed", error)
 
     async def _connect(self, key: tuple[str, str | None], record: ReplicaRecord) -> None:
         try:

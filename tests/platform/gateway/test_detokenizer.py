@@ -57,7 +57,7 @@ def test_a_character_shows_only_when_it_is_whole(text: str) -> None:
 
 
 def _byte_tokens(text: str) -> list[str]:
-    from tokenizers import pre_tokenizers  # noqa: PLC0415
+    from tokenizers import pre_tokenizers
 
     [(pieces, _)] = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
     return list(pieces)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_the_outcome_does_not_depend_on_the_cuts(
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
     shown, is_stopped = "", False
 
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         match = matcher.push(text[start:end])
         shown += match.text
         is_stopped = match.is_stopped

@@ -1,0 +1,49 @@
+"""One stand for all tests of this package that leave it whole; a fresh one for those that break it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.platform.gateway.stand import Stand
+from tests.support.fake_engine import Script
+from tests.support.postgres import PostgresServer
+
+
+@pytest.fixture(scope="package")
+def _package_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def _shared_stand(
+    postgres_server: PostgresServer, _redis_server_url: str, _package_folder: Path
+) -> AsyncIterator[Stand]:
+    with postgres_server.clone() as db_url:
+        async with Stand.open(db_url, _redis_server_url, _package_folder) as stand:
+            yield stand
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
+    """The shared stand, reset; its books are checked after every test."""
+    _shared_stand.engine.script = Script()
+    _shared_stand.engine.script_for = None
+    _shared_stand.engine.received.clear()
+    yield _shared_stand
+    await _shared_stand.close_clients()
+    await _shared_stand.check_books()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def own_stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncIterator[Stand]:
+    """A stand that the test may break; it calls `check_books` itself."""
+    async with Stand.open(db_url, redis_url, short_tmp_path) as stand:
+        yield stand

@@ -1,0 +1,354 @@
+"""A gateway on a real socket, a scripted engine behind it, and rows in a real Postgres.
+
+async with Stand.open(db_url, redis_url, folder) as stand:
+    stand.engine.script = Script(...)
+    answer = await stand.client.chat.completions.create(model="base", ...)
+    await stand.check_books()      # ends every test: nothing reserved, every token accounted for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import msgspec
+import redis
+import uvicorn
+from loraplex_engine.protocol import (
+    REPLICA_KEY_PREFIX,
+    Abort,
+    Generate,
+    ReplicaRecord,
+)
+from loraplex_platform.db import (
+    Adapter,
+    AdapterVersion,
+    Attempt,
+    BaseModel,
+    Deployment,
+    DeploymentRevision,
+    LedgerEntry,
+    Request,
+)
+from loraplex_platform.db.session import Database, open_database
+from loraplex_platform.gateway.app import create_app, open_gateway
+from loraplex_platform.gateway.context import Gateway
+from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
+from loraplex_platform.gateway.main import Server
+from loraplex_platform.ids import uuid7
+from loraplex_platform.settings import GatewaySettings
+from openai import AsyncOpenAI
+from sqlalchemy import select, text
+
+from tests.platform.gateway import tiny_model
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.metering import PEPPER, Customer, add_customer
+from tests.support.postgres import database_settings
+
+BASE = "tiny-base"
+DEADLINE_S = 10.0
+
+
+async def eventually(
+    condition: Callable[[], Awaitable[bool]] | Callable[[], bool], what: str = "condition"
+) -> None:
+    """Poll until true."""
+    limit = time.monotonic() + DEADLINE_S
+    while True:
+        value = condition()
+        if await value if isinstance(value, Awaitable) else value:
+            return
+        assert time.monotonic() < limit, f"never came: {what}"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Stand:
+    """Everything a test of the data plane touches."""
+
+    engine: FakeEngine
+    gateway: Gateway
+    db: Database
+    url: str
+    customer: Customer
+    stranger: Customer
+    redis_url: str
+    closers: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, db_url: str, redis_url: str, folder: Path, **overrides: Any
+    ) -> AsyncIterator[Stand]:
+        """Two tenants: acme with deployment `pirate`, globex with `secret/plan:1`, and the base."""
+        settings = settings_for(db_url, redis_url, folder, **overrides)
+        async with contextlib.AsyncExitStack() as stack:
+            db = await stack.enter_async_context(open_database(database_settings(db_url)))
+            customer = await add_customer(db, "acme")
+            stranger = await add_customer(db, "globex")
+            base_id = await add_base(db)
+            await deploy(db, base_id, None, BASE)
+            await deploy(db, base_id, customer.tenant_id, "pirate", digest="sha256:" + "a" * 64)
+            await deploy(db, base_id, stranger.tenant_id, "secret/plan:1")
+            engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
+            await stack.enter_async_context(engine)
+            announce(redis_url, engine)
+            gateway = await stack.enter_async_context(open_gateway(settings))
+            url = await stack.enter_async_context(serving(gateway))
+            stand = cls(engine, gateway, db, url, customer, stranger, redis_url)
+            try:
+                if overrides.get("wait", True):
+                    await eventually(lambda: gateway.router.num_ready > 0, "a ready engine")
+                yield stand
+            finally:
+                await stand.close_clients()
+
+    # ------------------------------------------------------------------ clients
+
+    @property
+    def client(self) -> AsyncOpenAI:
+        """The official client with acme's key; no retries, so that a test sees each answer."""
+        return self.client_with(self.customer.secret)
+
+    def client_with(self, key: str) -> AsyncOpenAI:
+        client = AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S
+        )
+        self.closers.append(client.close)
+        return client
+
+    def http(self, key: str | None = None) -> httpx.AsyncClient:
+        """A plain client; acme's key unless told otherwise (empty: none)."""
+        secret = self.customer.secret if key is None else key
+        headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=DEADLINE_S)
+        self.closers.append(client.aclose)
+        return client
+
+    async def close_clients(self) -> None:
+        """Close every client that was made."""
+        closers, self.closers = self.closers, []
+        for close in closers:
+            await close()
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def generated(self) -> list[Generate]:
+        """What the engine was asked to run."""
+        return [m for m in self.engine.received if isinstance(m, Generate)]
+
+    @property
+    def aborts(self) -> list[Abort]:
+        """What the engine was asked to stop."""
+        return [m for m in self.engine.received if isinstance(m, Abort)]
+
+    async def last_request(self) -> tuple[Request, Attempt | None, LedgerEntry | None]:
+        """The newest request, settled or void, with its books."""
+        await self.settled()
+        async with self.db.sessions() as session:
+            request = (
+                await session.scalars(select(Request).order_by(Request.id.desc()).limit(1))
+            ).one()
+            attempt = await session.get(Attempt, (request.id, 1))
+            entry = await session.get(LedgerEntry, (request.id, "usage", 0))
+        return request, attempt, entry
+
+    async def settled(self) -> None:
+        """Wait until no pump runs."""
+        await eventually(lambda: self.gateway.pumps.num_live == 0, "all pumps ended")
+
+    async def check_books(self) -> None:
+        """Nothing left reserved; each settled request has its rows; engine = billed + the rest."""
+        await self.settled()
+        async with self.db.sessions() as session:
+            requests = (await session.scalars(select(Request))).all()
+            attempts = {a.request_id: a for a in await session.scalars(select(Attempt))}
+            ledger = {e.entry_id: e for e in await session.scalars(select(LedgerEntry))}
+        journal = {UUID(e.request_id): e.usage for e in self.engine.journal}
+        for request in requests:
+            assert request.state in ("settled", "voided"), request.state
+            assert (request.state == "settled") == (request.id in attempts)
+            assert (request.id in attempts) == (request.id in ledger)
+        settled = {r.id for r in requests if r.state == "settled"}
+        assert set(journal) <= settled
+        for id_, attempt in attempts.items():
+            if attempt.source == "terminal":
+                assert attempt.generated == journal[id_].completion_tokens
+                assert attempt.prompt_tokens == journal[id_].prompt_tokens
+        assert self.engine.num_running == 0
+        await check_invariants(self.db)
+
+
+async def check_invariants(db: Database) -> None:
+    """The SQL checks of metering/invariants.py that hold without a worker."""
+    async with db.sessions() as session:
+        difference = await session.scalar(
+            text(
+                "select coalesce(sum(generated - billed - absorbed - discarded_past_stop"
+                " - discarded_past_abort), 0) from attempts"
+            )
+        )
+        unequal = await session.scalar(
+            text(
+                "select count(*) from attempts a join ledger l on l.entry_id = a.request_id"
+                " where l.completion_tokens <> case l.account when 'revenue' then a.billed"
+                " else a.absorbed end"
+            )
+        )
+    assert difference == 0
+    assert unequal == 0
+
+
+def settings_for(db_url: str, redis_url: str, folder: Path, **overrides: Any) -> GatewaySettings:
+    """Settings that do not depend on the environment."""
+    values: dict[str, Any] = {
+        "database_url": db_url,
+        "redis_url": redis_url,
+        "model_dir": tiny_model.write(folder / "model"),
+        "base_model": BASE,
+        "key_pepper": PEPPER,
+        "salt_key": "salt-for-tests-0123456789abcdefghij",
+        "gateway_port": 0,
+        "gateway_id": "gw-test",
+        "default_max_tokens": 64,
+    }
+    overrides.pop("wait", None)
+    return GatewaySettings.model_validate(values | overrides)
+
+
+@contextlib.asynccontextmanager
+async def serving(gateway: Gateway) -> AsyncIterator[str]:
+    """The gateway's app behind uvicorn on a free port, as `main.serve` runs it."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    config = uvicorn.Config(
+        create_app(gateway),
+        http=BoundedHttpProtocol,
+        loop="none",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=2,
+    )
+    server = Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await eventually(lambda: server.started, "uvicorn")
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+def announce(redis_url: str, engine: FakeEngine, **changes: Any) -> None:
+    """Write the engine's record to Redis, as the engine does."""
+    values: dict[str, Any] = {
+        "replica_id": engine.replica_id,
+        "incarnation": engine.incarnation,
+        "address": engine.address,
+        "curve_public_key": None,
+        "base_model": BASE,
+        "model_fingerprint": engine.model_fingerprint,
+        "kv_format": "fake",
+        "device": "cpu",
+        "isa": "none",
+        "dtype": "float32",
+        "torch_version": "none",
+        "backends": {},
+        "max_model_len": engine.max_model_len,
+        "max_loras": 4,
+        "max_lora_rank": 64,
+        "state": "ready",
+        "started_at_unix_s": time.time(),
+        "row_rule_holds": True,
+    }
+    record = ReplicaRecord(**values | changes)
+    connection = redis.Redis.from_url(redis_url)
+    connection.set(REPLICA_KEY_PREFIX + record.replica_id, msgspec.json.encode(record))
+    connection.close()
+
+
+async def add_base(db: Database) -> UUID:
+    """The base model's row."""
+    base = BaseModel(
+        id=uuid7(),
+        name=BASE,
+        revision="1",
+        tokenizer_sha256="0" * 64,
+        chat_template_sha256="0" * 64,
+        architecture={},
+    )
+    async with db.transaction() as session:
+        session.add(base)
+    return base.id
+
+
+async def deploy(
+    db: Database, base_id: UUID, tenant_id: UUID | None, name: str, *, digest: str | None = None
+) -> UUID:
+    """A deployment with its first revision."""
+    deployment = Deployment(
+        id=uuid7(), tenant_id=tenant_id, public_name=name, base_model_id=base_id
+    )
+    async with db.transaction() as session:
+        version_id = None
+        if digest is not None and tenant_id is not None:
+            version_id = await _add_version(session, tenant_id, base_id, name, digest)
+        session.add(deployment)
+        await session.flush()
+        revision = DeploymentRevision(
+            id=uuid7(),
+            deployment_id=deployment.id,
+            tenant_id=tenant_id,
+            number=1,
+            base_model_id=base_id,
+            adapter_version_id=version_id,
+            adapter_digest=digest,
+            params={},
+            sha256="0" * 64,
+            created_at=datetime.now(UTC),
+        )
+        session.add(revision)
+        await session.flush()
+        deployment.current_revision_id = revision.id
+    return deployment.id
+
+
+async def _add_version(
+    session: Any, tenant_id: UUID, base_id: UUID, name: str, digest: str
+) -> UUID:
+    adapter = Adapter(id=uuid7(), tenant_id=tenant_id, name=name, base_model_id=base_id)
+    session.add(adapter)
+    await session.flush()
+    version = AdapterVersion(
+        id=uuid7(),
+        tenant_id=tenant_id,
+        adapter_id=adapter.id,
+        version=1,
+        digest=digest,
+        status="ready",
+        size_bytes=1,
+        rank=8,
+        target_modules=["q_proj"],
+        report={},
+    )
+    session.add(version)
+    await session.flush()
+    return version.id
+
+
+def says(text_: str, *, end: bool = True, **changes: Any) -> Script:
+    """A script whose tokens decode to the text, with the end token after it."""
+    ids = tiny_model.ids_of(text_) + ([2] if end else [])
+    return Script(token_ids=ids, **changes)
