@@ -70,14 +70,16 @@ class EmbeddedServer:
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End the server: in order first, by force when it does not end in `timeout_s`."""
         for number in (self.stop_signal, self.kill_signal):
-            if not self.is_running:
-                break
-            os.kill(self.pid, number)
-            deadline = time.monotonic() + timeout_s
-            while self.is_running and time.monotonic() < deadline:
-                time.sleep(0.02)
+            if self.is_running:
+                os.kill(self.pid, number)
+                self._wait(timeout_s)
         self.socket_path.unlink(missing_ok=True)
         log.info("embedded_server_stopped", server=self.name, pid=self.pid)
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 # ---------------------------------------------------------------------------- Postgres
