@@ -103,9 +103,9 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
     _make_private_folder(data_dir, owner)
     socket_dir = _socket_folder(data_dir, _POSTGRES_SOCKET, owner)
     if owner is not None:
-        _make_traversable(data_dir)
-        _make_traversable(socket_dir)
-        _make_traversable(binaries)
+        _make_traversable(data_dir, owner)
+        _make_traversable(socket_dir, owner)
+        _make_traversable(binaries, owner)
     cluster = data_dir / "cluster"
     if not cluster.exists():
         _make_cluster(binaries, cluster, owner, is_durable=is_durable)
@@ -404,12 +404,12 @@ def _socket_folder(data_dir: Path, socket_name: str, owner: pwd.struct_passwd | 
     return folder
 
 
-def _make_traversable(path: Path) -> None:
-    """Let other users pass through the parents of `path`; they may not list them."""
+def _make_traversable(path: Path, owner: pwd.struct_passwd) -> None:
+    """Let `owner` pass through the parents of `path`; they may not list those that are not theirs."""
     for parent in path.parents:
-        mode = parent.stat().st_mode
-        if not mode & stat.S_IXOTH:
-            parent.chmod(stat.S_IMODE(mode) | stat.S_IXOTH)
+        info = parent.stat()
+        if info.st_uid != owner.pw_uid and not info.st_mode & stat.S_IXOTH:
+            parent.chmod(stat.S_IMODE(info.st_mode) | stat.S_IXOTH)
 
 
 def _is_alive(pid: int) -> bool:
