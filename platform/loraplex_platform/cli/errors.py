@@ -51,6 +51,7 @@ def _explain(error: Exception) -> int | None:
         ("loraplex_platform.local.errors", "LocalModeError"),
         ("loraplex_platform.local.embedded", "EmbeddedServerError"),
         ("loraplex_platform.admin_client", "AdminApiError"),
+        ("loraplex_platform.control.main", "ControlStartError"),
         ("loraplex_platform.db.session", "DatabaseUnavailableError"),
         ("loraplex_platform.db.migrate", "SchemaMismatchError"),
     )

@@ -54,11 +54,13 @@ def gateway(
     LORAPLEX_KEY_PEPPER and LORAPLEX_SALT_KEY.
     """
     from loraplex_platform.gateway.main import run
+    from loraplex_platform.logs import configure_logging
     from loraplex_platform.settings import GatewaySettings
 
     settings = GatewaySettings(
         **_given(gateway_host=host, gateway_port=port, log_level=log_level, log_format=log_format)
     )
+    configure_logging(settings.log_level, settings.log_format)
     raise typer.Exit(run(settings, port_file=port_file))
 
 
@@ -75,15 +77,23 @@ def control(
     LORAPLEX_ADMIN_KEY and LORAPLEX_STORE_URL.
     """
     from loraplex_platform.control.main import run
+    from loraplex_platform.logs import configure_logging
     from loraplex_platform.settings import ControlSettings
 
     settings = ControlSettings(
         **_given(control_host=host, control_port=port, log_level=log_level, log_format=log_format)
     )
+    configure_logging(settings.log_level, settings.log_format)
     raise typer.Exit(run(settings, port_file=port_file))
 
 
-def worker(log_level: LogLevelOption = None, log_format: LogFormatOption = None) -> None:
+def worker(
+    host: HostOption = None,
+    port: PortOption = None,
+    port_file: PortFileOption = None,
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
+) -> None:
     """Settle what dead gateways left, pull the engines' journals, mirror the registry.
 
     Needs LORAPLEX_DATABASE_URL and LORAPLEX_REDIS_URL.
@@ -91,7 +101,10 @@ def worker(log_level: LogLevelOption = None, log_format: LogFormatOption = None)
     from loraplex_platform.settings import WorkerSettings
     from loraplex_platform.worker.main import run
 
-    raise typer.Exit(run(WorkerSettings(**_given(log_level=log_level, log_format=log_format))))
+    settings = WorkerSettings(
+        **_given(worker_host=host, worker_port=port, log_level=log_level, log_format=log_format)
+    )
+    raise typer.Exit(run(settings, port_file=port_file))
 
 
 def console(host: HostOption = None, port: PortOption = None) -> None:

@@ -72,6 +72,7 @@ class Child:
                 # A Ctrl-C in the terminal goes to the foreground group: ours alone, which then drains
                 # the children in order.
                 start_new_session=True,
+                umask=0o077,
             )
         finally:
             os.close(log_fd)

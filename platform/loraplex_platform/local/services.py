@@ -16,7 +16,13 @@ from pathlib import Path
 from loraplex_platform.local.credentials import Credentials
 from loraplex_platform.local.data_dir import DataDir, read_json
 from loraplex_platform.local.ports import reachable_host
-from loraplex_platform.local.readiness import Probe, at_once, http_ok, http_ok_at_port_file
+from loraplex_platform.local.readiness import (
+    Probe,
+    at_once,
+    gateway_with_engine,
+    http_ok,
+    http_ok_at_port_file,
+)
 from loraplex_platform.local.supervisor import Service
 
 # How long a stream may go on after Ctrl-C. A person waits at the terminal: shorter than a cluster's.
@@ -66,9 +72,10 @@ class Fleet:
         self._credentials = credentials
         self._socket_dir = data_dir.socket_dir()
         self._engine_port_file = data_dir.run / "engine.port"
+        self._worker_port_file = data_dir.run / "worker.port"
 
     def services(self) -> list[Service]:
-        """In starting order."""
+        """In starting order; all but Postgres, Redis and the schema come up side by side."""
         options = self._options
         services = []
         if options.database_url is None:
@@ -82,7 +89,7 @@ class Fleet:
                 name="engine",
                 command=self._engine_command,
                 env=self._engine_env,
-                is_ready=self._engine_is_ready(),
+                is_ready=http_ok_at_port_file(self._engine_port_file, "/ready"),
                 after=on_redis,
                 ready_deadline_s=180.0,
                 stop_deadline_s=15.0,
@@ -98,27 +105,31 @@ class Fleet:
             ),
             Service(
                 name="worker",
-                command=lambda: _loraplex("worker"),
-                env=lambda: self._env(self._data_stores()),
-                is_ready=at_once,
+                command=self._worker_command,
+                env=lambda: self._env(self._data_stores() | {"LORAPLEX_WORKER_PORT": "0"}),
+                is_ready=http_ok_at_port_file(self._worker_port_file, "/live"),
                 after=("migrate", *on_redis),
+                # It lands the engine's journal: the engine's last entries come from ended requests.
+                stop_before=("engine",),
                 stop_deadline_s=10.0,
             ),
             Service(
                 name="gateway",
                 command=lambda: _loraplex("gateway"),
                 env=self._gateway_env,
-                is_ready=self._http(options.gateway_port, "/ready"),
-                after=("engine", "worker"),
-                ready_deadline_s=60.0,
-                stop_deadline_s=DRAIN_GRACE_S + 5.0,
+                is_ready=gateway_with_engine(reachable_host(options.host), options.gateway_port),
+                after=("migrate", *on_redis),
+                stop_before=("engine", "worker"),
+                ready_deadline_s=180.0,
+                stop_deadline_s=DRAIN_GRACE_S + 8.0,
             ),
             Service(
                 name="control",
                 command=lambda: _loraplex("control"),
                 env=self._control_env,
                 is_ready=self._http(options.control_port, "/ready"),
-                after=("engine", "worker"),
+                after=("migrate", *on_redis),
+                stop_before=("engine", "worker", "gateway"),
                 ready_deadline_s=60.0,
             ),
         ]
@@ -129,6 +140,7 @@ class Fleet:
                     command=lambda: _loraplex("console"),
                     env=self._console_env,
                     is_ready=self._http(options.console_port, "/_stcore/health"),
+                    stop_before=("control",),
                     ready_deadline_s=60.0,
                     stop_deadline_s=5.0,
                 )
@@ -230,8 +242,9 @@ class Fleet:
             *self._options.engine_flags,
         )
 
-    def _engine_is_ready(self) -> Probe:
-        return http_ok_at_port_file(self._engine_port_file, "/ready")
+    def _worker_command(self) -> Sequence[str]:
+        self._worker_port_file.unlink(missing_ok=True)
+        return _loraplex("worker", "--port-file", str(self._worker_port_file))
 
     def _http(self, port: int, path: str) -> Probe:
         return http_ok(reachable_host(self._options.host), port, path)

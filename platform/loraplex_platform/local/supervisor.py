@@ -2,7 +2,7 @@
 
 Knows nothing of what the services are (`services.py`) or how progress is shown (`display.py`). A service
 starts when everything in its `after` is ready, so independent ones start together; it is stopped when
-everything that came after it has ended.
+everything that came after it, or that names it in `stop_before`, has ended.
 
 | happens                                     | then                                                      |
 |---------------------------------------------|-----------------------------------------------------------|
@@ -44,6 +44,7 @@ class Service:
     env: Callable[[], Mapping[str, str]]
     is_ready: Probe
     after: tuple[str, ...] = ()
+    stop_before: tuple[str, ...] = ()  # those that it uses while it drains
     is_task: bool = False
     ready_deadline_s: float = 60.0
     stop_deadline_s: float = 10.0
@@ -69,7 +70,8 @@ class Supervisor:
     def __init__(self, services: Sequence[Service], data_dir: DataDir, listener: Listener) -> None:
         names = [service.name for service in services]
         for position, service in enumerate(services):
-            unknown = set(service.after) - set(names[:position])
+            # Both kinds of order point to earlier ones, so neither can be a circle.
+            unknown = {*service.after, *service.stop_before} - set(names[:position])
             if unknown:
                 raise ValueError(
                     f"{service.name} comes after {unknown}, which must be listed first"
@@ -120,7 +122,7 @@ class Supervisor:
 
         async def end(service: Service) -> None:
             for later in self._services:
-                if service.name in later.after:
+                if service.name in (*later.after, *later.stop_before):
                     await ended[later.name].wait()
             child = self._children.pop(service.name, None)
             if child is not None:
