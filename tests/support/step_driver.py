@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.runner import ModelRunner
 from loraplex_engine.step import BlockUpdate, NewRow, Step
@@ -125,3 +126,20 @@ class StepDriver:
         """One token per request and step."""
         for _ in range(num_steps):
             self.step([(request, 1) for request in requests])
+
+    def kv_bytes(self, request: DrivenRequest) -> bytes:
+        """The bits of every key and value the request has computed, in position order."""
+        slots = self._slots(request)
+        layers = [kv[slots] for kv in self._runner.kv_layers]
+        return torch.stack(layers).view(torch.uint8).numpy().tobytes()
+
+    def poison(self, request: DrivenRequest) -> None:
+        """Overwrite what the request has computed with NaN."""
+        slots = self._slots(request)
+        for kv in self._runner.kv_layers:
+            kv[slots] = float("nan")
+
+    def _slots(self, request: DrivenRequest) -> torch.Tensor:
+        position = torch.arange(request.num_computed)
+        block = torch.tensor(request.block_ids)[position // self._block_size]
+        return block * self._block_size + position % self._block_size

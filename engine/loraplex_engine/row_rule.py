@@ -1,0 +1,174 @@
+"""The start-up self-check of the row rule: a row's bits depend only on its own tokens and position.
+
+Exactness holds per CPU and torch build, because the libraries below choose their inner loops by CPU and
+by shape. So each replica tries its own routines once, with the model's own weights and widths: every row
+of every row count, not the first row (which hides most failures). Where it fails, the replica still
+serves: one warning, a metric and a field of its registry record say so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from loraplex_engine.attention.base import AttentionBatch
+from loraplex_engine.model.decoder import gated, rms_norm
+from loraplex_engine.model.linear import Linear
+from loraplex_engine.runner import ModelRunner
+
+log = structlog.get_logger(__name__)
+
+ROW_COUNTS = (*range(1, 18), 33, 130)
+_MAX_ROWS = max(ROW_COUNTS)
+# Positions that attention is tried at: both sides of a block of 512 keys, which SDPA walks in.
+_MAX_CONTEXT = 600
+
+
+@dataclass(frozen=True, slots=True)
+class RowRuleReport:
+    """What was tried and what failed."""
+
+    failures: tuple[str, ...]  # "routine at M rows", in the order tried
+    num_checks: int
+    duration_s: float
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures
+
+
+def check_row_rule(runner: ModelRunner) -> RowRuleReport:
+    """Try every routine of `runner`; writes into its KV cache, so call it before the first request.
+
+    Logs one warning if the rule fails.
+    """
+    started = time.perf_counter()
+    failures = []
+    num_checks = 0
+    with torch.inference_mode():
+        for name, is_equal in _checks(runner):
+            num_checks += 1
+            if not is_equal:
+                failures.append(name)
+    report = RowRuleReport(tuple(failures), num_checks, time.perf_counter() - started)
+    if failures:
+        log.warning(
+            "row_rule_fails",
+            failures=failures[:10],
+            num_failures=len(failures),
+            num_checks=num_checks,
+            effect="answers may differ in the last bits with the batch they are computed in",
+        )
+    return report
+
+
+def _checks(runner: ModelRunner) -> Iterator[tuple[str, bool]]:
+    generator = torch.Generator().manual_seed(0)
+    dtype = runner.model.dtype
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    yield from _check_linears(runner, draw)
+    yield from _check_elementwise(runner, draw)
+    yield from _check_attention(runner, draw)
+
+
+def _check_linears(runner: ModelRunner, draw: Callable[..., Tensor]) -> Iterator[tuple[str, bool]]:
+    model = runner.model
+    first = model.layers[0]
+    by_shape: dict[tuple[int, int], Linear] = {}
+    for linear in (first.qkv, first.o, first.gate_up, first.down, model.lm_head):
+        by_shape.setdefault((linear.in_features, linear.out_features), linear)
+    for (num_in, num_out), linear in by_shape.items():
+        x_MK = draw(_MAX_ROWS, num_in)
+        yield from _compare_counts(f"linear {num_in} -> {num_out}", linear, x_MK)
+
+
+def _check_elementwise(
+    runner: ModelRunner, draw: Callable[..., Tensor]
+) -> Iterator[tuple[str, bool]]:
+    model = runner.model
+    weight = draw(model.config.hidden_size)
+
+    def padded(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            rows = torch.zeros(model.rows_for(x.shape[0]), x.shape[1], dtype=x.dtype)
+            rows[: x.shape[0]] = x
+            return function(rows)[: x.shape[0]]
+
+        return run
+
+    norm = padded(lambda x: rms_norm(x, weight, model.config.rms_norm_eps))
+    yield from _compare_counts("rms_norm", norm, draw(_MAX_ROWS, model.config.hidden_size))
+    width = 2 * model.config.intermediate_size
+    yield from _compare_counts("silu", padded(gated), draw(_MAX_ROWS, width))
+
+
+def _compare_counts(
+    name: str, function: Callable[[Tensor], Tensor], x_MK: Tensor
+) -> Iterator[tuple[str, bool]]:
+    """Every row at every count, from the front and from the back, against all rows at once."""
+    reference = function(x_MK)
+    for count in ROW_COUNTS:
+        is_equal = _same_bits(function(x_MK[:count]), reference[:count])
+        if is_equal and count > 1:
+            # From the back, rows stand at other places of the kernel's tiles; one place is enough at 1.
+            is_equal = _same_bits(function(x_MK[-count:]), reference[-count:])
+        yield f"{name} at {count} rows", is_equal
+
+
+def _check_attention(
+    runner: ModelRunner, draw: Callable[..., Tensor]
+) -> Iterator[tuple[str, bool]]:
+    limits, shape = runner.limits, runner.model.attention_shape
+    attention, kv = runner.attention, runner.kv_layers[0]
+    context = min(_MAX_CONTEXT, limits.num_blocks * limits.block_size)
+    num_blocks = -(-context // limits.block_size)
+    # One sequence seen from many positions: no check writes, so that all may share its blocks.
+    table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+
+    def batch(computed: list[int], scheduled: list[int]) -> AttentionBatch:
+        tables = np.broadcast_to(table, (len(computed), num_blocks))
+        num_rows = runner.model.rows_for(sum(scheduled))
+        return AttentionBatch(
+            np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), tables, num_rows
+        )
+
+    def attend(q_THD: Tensor, computed: list[int], scheduled: list[int]) -> Tensor:
+        work = batch(computed, scheduled)
+        q = torch.zeros(work.num_rows, *q_THD.shape[1:], dtype=q_THD.dtype)
+        q[: len(q_THD)] = q_THD
+        return attention.forward(q, kv, attention.prepare(work))[: len(q_THD)]
+
+    fill = batch([0], [context])
+    keys_values = draw(fill.num_rows, 2 * shape.kv_size)
+    attention.write_kv(keys_values, kv, attention.prepare(fill))
+
+    count = min(_MAX_ROWS, context)
+    first = (context - count) // 2
+    q_THD = draw(count, shape.num_heads, shape.head_dim)
+    run = list(range(first, first + count))
+    spread = np.linspace(0, context - 1, count).astype(int).tolist()
+    for name, positions in (("chunk", run), ("batch", spread)):
+        alone = torch.cat(
+            [attend(q_THD[i : i + 1], [position], [1]) for i, position in enumerate(positions)]
+        )
+        for rows in ROW_COUNTS:
+            if rows > count:
+                break
+            if name == "chunk":
+                out = attend(q_THD[:rows], [first], [rows])
+            else:
+                out = attend(q_THD[:rows], positions[:rows], [1] * rows)
+            yield f"attention {name} of {rows}", _same_bits(out, alone[:rows])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

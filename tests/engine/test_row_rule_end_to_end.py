@@ -1,0 +1,166 @@
+"""The row rule through the whole runner: a request's tokens, logprobs and KV bits never depend on company.
+
+Whole = in chunks = batched = alone = preempted and resumed, bit for bit, with blocks in random places
+and every block that nobody owns full of NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from loraplex_engine.attention.key_lengths import KeyLengths
+from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.model.decoder import Decoder
+from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.protocol import SamplingParams
+from loraplex_engine.runner import ModelRunner, RunnerLimits
+
+from tests.support.step_driver import DrivenRequest, StepDriver, driven
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+LIMITS = RunnerLimits(num_blocks=256, block_size=16, max_num_seqs=24, max_model_len=1024)
+SAMPLED = SamplingParams(max_tokens=99, temperature=0.8, seed=7, logprobs=3)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything observable of one request, as bits."""
+
+    output: tuple[int, ...]
+    logprobs: tuple[object, ...]
+    kv: bytes
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (TinyShape(), torch.float32),
+        (TinyShape(), torch.bfloat16),
+        (
+            TinyShape(
+                hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=1, head_dim=64
+            ),
+            torch.float32,
+        ),
+        (TinyShape(kind="qwen2", num_heads=5, num_kv_heads=5, head_dim=16), torch.bfloat16),
+    ],
+    ids=["fp32-odd-widths", "bf16-odd-widths", "fp32-head64", "bf16-bias"],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    shape, dtype = request.param
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), shape)
+    return load_decoder(folder, dtype)
+
+
+measure_key_lengths = functools.cache(KeyLengths.measure)
+
+
+def new_driver(model: Decoder, seed: int = 0) -> StepDriver:
+    attention = TorchAttention(
+        model.attention_shape,
+        num_blocks=LIMITS.num_blocks,
+        block_size=LIMITS.block_size,
+        key_lengths=measure_key_lengths(model.attention_shape),
+    )
+    runner = ModelRunner(model, attention, LIMITS)
+    for kv in runner.kv_layers:
+        kv[:-1] = float("nan")  # all but the backend's own zero slot
+    return StepDriver(runner, seed)
+
+
+def trace(driver: StepDriver, request: DrivenRequest) -> Trace:
+    return Trace(tuple(request.output), tuple(request.logprobs), driver.kv_bytes(request))
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(3, 131), k=length)
+
+
+def alone(model: Decoder, tokens: list[int], num_decodes: int = 6) -> Trace:
+    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    driver.prefill(request, len(tokens))
+    driver.decode([request], num_decodes)
+    return trace(driver, request)
+
+
+@pytest.mark.parametrize("length", [1, 5, 63, 150, 700])
+@pytest.mark.parametrize("chunk", [1, 7, 100, 333])
+def test_chunked_prefill_equals_whole_prefill(model: Decoder, length: int, chunk: int) -> None:
+    if chunk == 1 and length > 200:
+        pytest.skip("the same arithmetic as at 150 tokens, 700 steps long")
+    tokens = prompt(length)
+    driver, request = new_driver(model, seed=chunk), driven(tokens, SAMPLED)
+
+    driver.prefill(request, chunk)
+    driver.decode([request], 6)
+
+    assert trace(driver, request) == alone(model, tokens)
+
+
+@pytest.mark.parametrize("num_neighbours", [1, 2, 4, 15])
+def test_batched_equals_alone(model: Decoder, num_neighbours: int) -> None:
+    tokens = prompt(200)
+    driver, request = new_driver(model, seed=num_neighbours), driven(tokens, SAMPLED)
+    neighbours = [driven(prompt(31 * n % 400 + 1, seed=n)) for n in range(num_neighbours)]
+
+    # Prefill of all in one step, the victim in the middle of it, then decodes in changing company.
+    order = neighbours[: num_neighbours // 2] + [request] + neighbours[num_neighbours // 2 :]
+    driver.step([(r, len(r.token_ids)) for r in order])
+    for count in range(6):
+        driver.decode([request, *neighbours[count:]] if count % 2 else [*neighbours, request], 1)
+
+    assert trace(driver, request) == alone(model, tokens)
+
+
+def test_decode_beside_a_prefill_equals_alone(model: Decoder) -> None:
+    tokens = prompt(90)
+    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    long = driven(prompt(900, seed=5))
+    driver.prefill(request, 90)
+
+    for count in (1, 2, 3, 130, 257, 300):
+        driver.step([(long, count), (request, 1)])
+
+    assert trace(driver, request) == alone(model, tokens)
+
+
+def test_preempted_and_resumed_equals_undisturbed(model: Decoder) -> None:
+    tokens = prompt(120)
+    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    driver.prefill(request, 64)
+    driver.decode([request], 3)
+
+    driver.release(request)
+    thief = driven(prompt(300, seed=9))
+    driver.prefill(thief, 128)
+    driver.prefill(request, 50)
+    driver.decode([request, thief], 2)
+
+    assert trace(driver, request) == alone(model, tokens)
+
+
+def test_a_neighbour_full_of_nan_changes_nothing(model: Decoder) -> None:
+    tokens = prompt(40)
+    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    poisoned = driven(prompt(40, seed=3))
+    driver.step([(poisoned, 40), (request, 40)])
+    driver.poison(poisoned)
+
+    driver.decode([poisoned, request], 6)
+
+    assert not poisoned.is_finite
+    assert request.is_finite
+    assert trace(driver, request) == alone(model, tokens)
+
+
+def test_results_are_finite_numbers(model: Decoder) -> None:
+    """Guards the tests above: NaN equal to NaN would prove nothing."""
+    result = alone(model, prompt(200))
+
+    assert len(set(result.output)) > 1
+    assert np.isfinite([p.logprob for p in result.logprobs]).all()
