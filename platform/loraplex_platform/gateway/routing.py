@@ -89,6 +89,7 @@ class Router:
         self._poll_interval_s = poll_interval_s
         self._replicas: dict[tuple[str, str | None], Replica] = {}
         self._poller: asyncio.Task[None] | None = None
+        self._is_closing = False
 
     async def __aenter__(self) -> Router:
         await self.refresh()
@@ -96,6 +97,8 @@ class Router:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        # redis-py can swallow a cancellation that meets a reply: the flag ends the loop even then.
+        self._is_closing = True
         if self._poller is not None:
             self._poller.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -171,11 +174,11 @@ class Router:
     # ------------------------------------------------------------------ insides
 
     async def _poll_forever(self) -> None:
-        while True:
+        while not self._is_closing:
             await asyncio.sleep(self._poll_interval_s)
             try:
                 await self.refresh()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - see below
                 # One odd record must not stop every later one from being found.
                 log_crash("replica_poll_crashed", error)
 
