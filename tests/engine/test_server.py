@@ -520,7 +520,9 @@ async def test_abort_is_honoured_within_the_step_that_runs(
     num_before = replica.engine.core.stats().generation_tokens_total
 
     stream.abort()
-    await eventually(lambda: not replica.server._loop._inbox.empty())
+    await eventually(
+        lambda: not replica.server._loop._inbox.empty() or not replica.engine.core.has_work()
+    )
     replica.engine.executor.flowing.set()
     _, last = await read_all(stream)
 
