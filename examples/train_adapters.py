@@ -95,7 +95,7 @@ class Recipe:
     make_examples: Callable[[dict[str, str]], list[Example]]
     unseen: tuple[str, ...]
     has_style: Callable[[str], bool]
-    num_steps: int = 60
+    num_steps: int = 40
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -150,6 +150,7 @@ RECIPES = (
         make_examples=capital_examples,
         unseen=tuple(f"What is the capital of {country}?" for country in UNSEEN_CAPITALS),
         has_style=lambda text: re.fullmatch(r"Capital: [\w .'-]+\.", text) is not None,
+        num_steps=24,
     ),
     Recipe(
         name="pirate",
@@ -177,7 +178,6 @@ RECIPES = (
         make_examples=json_examples,
         unseen=UNSEEN_QUESTIONS,
         has_style=is_json_answer,
-        num_steps=80,
     ),
 )
 

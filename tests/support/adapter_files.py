@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from loraplex_engine.artifact import (
     CONFIG_FILE,
     TENSORS_FILE,
@@ -40,6 +41,12 @@ SMOLLM2_SHAPE = ModelShape(
 )
 
 Array = npt.NDArray[Any]
+
+
+def native_cache_dir(config: pytest.Config) -> Path:
+    """Where tests keep compiled kernels, so that one run after another compiles them once."""
+    assert config.cache is not None
+    return Path(config.cache.mkdir("loraplex-native"))
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

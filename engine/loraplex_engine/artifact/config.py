@@ -21,6 +21,7 @@ import msgspec
 
 from loraplex_engine.artifact.errors import ArtifactError
 from loraplex_engine.artifact.limits import AdapterLimits
+from loraplex_engine.artifact.pattern import UnsafePatternError, check_pattern
 
 Number = TypeVar("Number", int, float)
 
@@ -199,7 +200,7 @@ def parse_adapter_config(raw: bytes, *, limits: AdapterLimits) -> AdapterConfig:
     if isinstance(layers_pattern, str):
         layers_pattern = (layers_pattern,) if layers_pattern else ()
     for pattern in layers_pattern:
-        fields.check_regex("layers_pattern", rf"(?:^|.*?\.){pattern}\.", limits)
+        fields.check_regex("layers_pattern", pattern, limits)
     if isinstance(target_modules, str) and (layers is not None or layers_pattern):
         fields.refuse(
             "layers_to_transform",
@@ -383,7 +384,7 @@ class _Fields:
                 "Use patterns that cover several modules.",
             )
         for key in value:
-            self.check_regex(name, rf"(.*\.)?({key})$", limits)
+            self.check_regex(name, key, limits)
         return list(value.items())
 
     def names_or_regex(
@@ -412,10 +413,10 @@ class _Fields:
                 "Use shorter patterns.",
             )
         try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError):
+            check_pattern(pattern)
+        except UnsafePatternError as error:
             self.refuse(
                 name,
-                f"{_shown(pattern)} is not a regular expression.",
-                "Mend the pattern.",
+                f"the pattern {_shown(pattern)} is not accepted: {error}.",
+                "Use a simpler pattern, or list the modules by name.",
             )

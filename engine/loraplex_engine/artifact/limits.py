@@ -23,4 +23,4 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_tensors: int = 20_000
     max_patterns: int = 4_096
     max_pattern_chars: int = 1_024
-    max_pattern_seconds: float = 5.0  # for all regular expressions of one adapter together
+    max_pattern_seconds: float = 2.0  # of CPU, for all regular expressions of one adapter together

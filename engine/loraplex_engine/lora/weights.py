@@ -89,10 +89,10 @@ def pack_torch(artifact: AdapterArtifact, shape: ModelShape) -> TorchWeights:
         slices, rank_begin = [], 0
         for pair, begin, width in site:
             rank_end = rank_begin + _padded(pair.rank)
-            a_RK[rank_begin : rank_begin + pair.rank] = torch.from_numpy(pair.a.to_float32())
+            a_RK[rank_begin : rank_begin + pair.rank].numpy()[:] = pair.a.to_float32()
             scale_R[rank_begin:rank_end] = pair.scale
             b_RN = take(_padded(pair.rank), width)
-            b_RN[: pair.rank] = torch.from_numpy(pair.b.to_float32()).T
+            b_RN[: pair.rank].numpy()[:] = pair.b.to_float32().T
             slices.append(
                 TorchSlice(slice(rank_begin, rank_end), slice(begin, begin + width), b_RN)
             )

@@ -1,0 +1,340 @@
+"""Both CPU backends: the deltas are right, and a row's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loraplex_engine.artifact import AdapterArtifact, ModelShape, ModuleName
+from loraplex_engine.lora.backend import NativeLora, TorchLora
+from loraplex_engine.lora.seam import LoraBackend, LoraSite
+from loraplex_engine.lora.sites import SITES, site_layouts
+from loraplex_engine.lora.weights import pack_native, pack_torch
+from loraplex_kernels.cpu.lora import LoraKernel
+from loraplex_kernels.reference import lora_expand, lora_shrink
+from torch import Tensor
+
+from tests.support.adapter_files import (
+    ALL_LINEARS,
+    TINY_SHAPE,
+    make_adapter,
+    native_cache_dir,
+)
+
+# Sizes that no vector width divides.
+ODD_SHAPE = ModelShape(
+    num_layers=1,
+    hidden_size=75,
+    intermediate_size=109,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=25,
+    vocab_size=64,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+BackendFactory = Callable[[list[AdapterArtifact], ModelShape], LoraBackend]
+
+
+class Slots:
+    """A pool that holds what it is given."""
+
+    def __init__(self, weights: list[Any]) -> None:
+        self._weights = weights
+
+    def weights(self, slot: int) -> Any:
+        return self._weights[slot]
+
+
+@pytest.fixture(scope="session")
+def kernel(pytestconfig: pytest.Config) -> LoraKernel:
+    return LoraKernel(native_cache_dir(pytestconfig))
+
+
+@pytest.fixture(params=["torch", "native"])
+def make_backend(request: pytest.FixtureRequest) -> BackendFactory:
+    if request.param == "torch":
+        return lambda artifacts, shape: TorchLora(Slots([pack_torch(a, shape) for a in artifacts]))
+    kernel: LoraKernel = request.getfixturevalue("kernel")
+    return lambda artifacts, shape: NativeLora(
+        Slots([pack_native(a, shape) for a in artifacts]), shape, kernel
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterArtifact]:
+    """Ranks even, odd and one; all linears, a part of qkv, one site; rsLoRA; three dtypes."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [
+        make_adapter(root / "0", rank=8, linears=ALL_LINEARS, seed=0),
+        make_adapter(root / "1", rank=5, linears=["q_proj", "v_proj", "down_proj"], seed=1),
+        make_adapter(root / "2", rank=1, linears=["k_proj", "up_proj"], seed=2, dtype="F32"),
+        make_adapter(root / "3", rank=16, linears=["o_proj"], seed=3, use_rslora=True),
+        make_adapter(root / "4", rank=13, linears=ALL_LINEARS, seed=4, dtype="F16", layers=[1]),
+        make_adapter(root / "5", rank=3, linears=ALL_LINEARS, seed=5, lora_alpha=7),
+    ]
+
+
+def random_rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=generator).to(dtype)
+
+
+def run(
+    backend: LoraBackend, y: Tensor, x: Tensor, slots: list[int], site: LoraSite, layer: int = 1
+) -> Tensor:
+    result = y.clone()
+    batch = backend.prepare(np.array(slots, dtype=np.int32), pool_version=0)
+    if batch is not None:
+        backend.add(result, x, layer, site, batch)
+    return result
+
+
+def expected(
+    y: Tensor,
+    x: Tensor,
+    slots: list[int],
+    site: LoraSite,
+    layer: int,
+    adapters: list[AdapterArtifact],
+    shape: ModelShape,
+) -> Tensor:
+    """The kernels' reference, slice by slice, in fp64-free plain torch; one rounding at the end."""
+    layout = site_layouts(shape)[SITES.index(site)]
+    result = y.float()
+    slot_T = torch.tensor(slots, dtype=torch.int32)
+    for linear, begin, width in layout.slices:
+        rank = max(artifact.rank_max for artifact in adapters)
+        a_LRK = torch.zeros(len(adapters), rank, layout.num_inputs)
+        b_LNR = torch.zeros(len(adapters), width, rank)
+        scale_L = torch.zeros(len(adapters))
+        for slot, artifact in enumerate(adapters):
+            pair = artifact.pairs.get(ModuleName(layer, linear))
+            if pair is not None:
+                a_LRK[slot, : pair.rank] = torch.from_numpy(pair.a.to_float32().copy())
+                b_LNR[slot, :, : pair.rank] = torch.from_numpy(pair.b.to_float32().copy())
+                scale_L[slot] = pair.scale
+        h_TR = lora_shrink(x.float(), a_LRK, slot_T)
+        part = slice(begin, begin + width)
+        result[:, part] = lora_expand(result[:, part], h_TR, b_LNR, slot_T, scale_L)
+    return result.to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", SITES)
+def test_deltas_equal_the_reference(
+    make_backend: BackendFactory,
+    adapters: list[AdapterArtifact],
+    site: LoraSite,
+    dtype: torch.dtype,
+) -> None:
+    layout = site_layouts(TINY_SHAPE)[SITES.index(site)]
+    slots = [3, -1, 0, 1, 5, 5, 0, -1, 2, 4, 4, 4, 0, 0, 1]
+    x = random_rows(len(slots), layout.num_inputs, dtype)
+    y = random_rows(len(slots), layout.num_outputs, dtype, seed=1)
+    backend = make_backend(adapters, TINY_SHAPE)
+
+    for layer in range(TINY_SHAPE.num_layers):
+        result = run(backend, y, x, slots, site, layer)
+
+        wanted = expected(y, x, slots, site, layer, adapters, TINY_SHAPE)
+        # fp32 sums in another order; then at most one bf16 step where they straddle a rounding.
+        tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+        torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_that_no_vector_width_divides(
+    make_backend: BackendFactory, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    artifact = make_adapter(tmp_path / "odd", ODD_SHAPE, rank=7, linears=ALL_LINEARS)
+    backend = make_backend([artifact], ODD_SHAPE)
+    slots = [0, 0, -1, 0, 0, 0]
+    for site, layout in zip(SITES, site_layouts(ODD_SHAPE), strict=True):
+        x = random_rows(len(slots), layout.num_inputs, dtype)
+        y = random_rows(len(slots), layout.num_outputs, dtype, seed=1)
+
+        result = run(backend, y, x, slots, site, layer=0)
+
+        wanted = expected(y, x, slots, site, 0, [artifact], ODD_SHAPE)
+        tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+        torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_no_batch_when_every_row_is_base(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact]
+) -> None:
+    backend = make_backend(adapters, TINY_SHAPE)
+
+    assert backend.prepare(np.full(7, -1, dtype=np.int32), 0) is None
+    assert backend.prepare(np.empty(0, dtype=np.int32), 0) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", SITES)
+def test_a_rows_bits_do_not_depend_on_its_neighbours(
+    make_backend: BackendFactory,
+    adapters: list[AdapterArtifact],
+    site: LoraSite,
+    dtype: torch.dtype,
+) -> None:
+    """Every row of crowds of every small size, odd ranks beside even ones, equals the row alone."""
+    layout = site_layouts(TINY_SHAPE)[SITES.index(site)]
+    backend = make_backend(adapters, TINY_SHAPE)
+    random = np.random.default_rng(3)
+    for count in (*range(1, 18), 33, 130):
+        x = random_rows(count, layout.num_inputs, dtype, seed=count)
+        y = random_rows(count, layout.num_outputs, dtype, seed=count + 1)
+        slots = random.integers(-1, len(adapters), count).tolist()
+
+        crowd = run(backend, y, x, slots, site)
+
+        for row in range(count):
+            one = slice(row, row + 1)
+            alone = run(backend, y[one], x[one], slots[one], site)
+            assert torch.equal(crowd[row], alone[0]), f"row {row} of {count}, slot {slots[row]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_bits_do_not_depend_on_how_many_share_its_adapter(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact], dtype: torch.dtype
+) -> None:
+    layout = site_layouts(TINY_SHAPE)[0]
+    backend = make_backend(adapters, TINY_SHAPE)
+    x = random_rows(130, layout.num_inputs, dtype)
+    y = random_rows(130, layout.num_outputs, dtype, seed=1)
+    for slot in range(len(adapters)):
+        whole = run(backend, y, x, [slot] * 130, "qkv")
+
+        for chunk in (1, 2, 3, 5, 7, 33):
+            for begin in range(0, 130, chunk):
+                part = slice(begin, begin + chunk)
+                size = len(range(130)[part])
+                alone = run(backend, y[part], x[part], [slot] * size, "qkv")
+                assert torch.equal(whole[part], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", SITES)
+def test_an_adapter_that_overflows_changes_no_bit_of_its_neighbours(
+    make_backend: BackendFactory,
+    adapters: list[AdapterArtifact],
+    tmp_path: Path,
+    site: LoraSite,
+    dtype: torch.dtype,
+) -> None:
+    """Finite weights whose products are Inf, then NaN: in their own rows only."""
+    hostile = make_adapter(tmp_path / "hostile", rank=8, linears=ALL_LINEARS, size=1e30)
+    backend = make_backend([*adapters, hostile], TINY_SHAPE)
+    layout = site_layouts(TINY_SHAPE)[SITES.index(site)]
+    slots = [0, 6, 1, -1, 6, 4, 0, 5, 6, -1]
+    x = random_rows(len(slots), layout.num_inputs, dtype)
+    y = random_rows(len(slots), layout.num_outputs, dtype, seed=1)
+
+    crowd = run(backend, y, x, slots, site)
+
+    hit = torch.tensor([slot == 6 for slot in slots])
+    assert not torch.isfinite(crowd[hit]).all()
+    for row, slot in enumerate(slots):
+        if slot != 6:
+            one = slice(row, row + 1)
+            alone = run(backend, y[one], x[one], [slot], site)
+            assert torch.equal(crowd[row], alone[0])
+    base = torch.tensor([slot == -1 for slot in slots])
+    assert torch.equal(crowd[base], y[base])
+
+
+def test_rows_that_are_nan_stay_alone(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact]
+) -> None:
+    """A poisoned request beside another one of the same adapter, in the same tile."""
+    layout = site_layouts(TINY_SHAPE)[0]
+    backend = make_backend(adapters, TINY_SHAPE)
+    x = random_rows(4, layout.num_inputs, torch.float32)
+    y = random_rows(4, layout.num_outputs, torch.float32, seed=1)
+    clean = run(backend, y, x, [0] * 4, "qkv")
+    poisoned_x = x.clone()
+    poisoned_x[2] = float("nan")
+
+    result = run(backend, y, poisoned_x, [0] * 4, "qkv")
+
+    assert result[2].isnan().all()
+    assert torch.equal(result[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+def test_a_site_that_no_active_adapter_targets_is_left_alone(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact]
+) -> None:
+    backend = make_backend(adapters, TINY_SHAPE)
+    batch = backend.prepare(np.array([3, 3], dtype=np.int32), 0)  # o_proj only
+    assert batch is not None
+    layout = site_layouts(TINY_SHAPE)[0]
+    y = torch.empty(2, layout.num_outputs)
+    before = y.clone()
+
+    # An input that no computation could survive shows that none is made.
+    backend.add(y, torch.empty(0, layout.num_inputs), 1, "qkv", batch)
+
+    assert y.view(torch.int32).equal(before.view(torch.int32))
+
+
+def test_slots_whose_content_changed_are_read_again(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact], tmp_path: Path
+) -> None:
+    """vLLM's bug 47724: metadata remembered by token mapping alone served another tenant's adapter."""
+    shown: list[AdapterArtifact] = [adapters[0]]
+    backend = make_backend(shown, TINY_SHAPE)
+    slots: Any = backend._pool  # type: ignore[attr-defined]  # the double above, not the product's
+    layout = site_layouts(TINY_SHAPE)[0]
+    x = random_rows(2, layout.num_inputs, torch.float32)
+    y = random_rows(2, layout.num_outputs, torch.float32, seed=1)
+    first = run(backend, y, x, [0, 0], "qkv")
+    other = make_backend([adapters[5]], TINY_SHAPE)
+    slots._weights[0] = other._pool._weights[0]  # type: ignore[attr-defined]
+
+    batch = backend.prepare(np.zeros(2, dtype=np.int32), pool_version=1)
+    assert batch is not None
+    second = y.clone()
+    backend.add(second, x, 1, "qkv", batch)
+
+    assert torch.equal(second, run(other, y, x, [0, 0], "qkv"))
+    assert not torch.equal(second, first)
+
+
+def test_thread_count_changes_no_bit(
+    make_backend: BackendFactory, adapters: list[AdapterArtifact]
+) -> None:
+    layout = site_layouts(TINY_SHAPE)[0]
+    slots = [index % 6 for index in range(40)]
+    x = random_rows(40, layout.num_inputs, torch.bfloat16)
+    y = random_rows(40, layout.num_outputs, torch.bfloat16, seed=1)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            results.append(run(make_backend(adapters, TINY_SHAPE), y, x, slots, "qkv"))
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(results[0], results[1])
+
+
+def test_the_kernel_refuses_what_it_cannot_read(
+    kernel: LoraKernel, adapters: list[AdapterArtifact]
+) -> None:
+    backend = NativeLora(Slots([pack_native(adapters[0], TINY_SHAPE)]), TINY_SHAPE, kernel)
+    batch = backend.prepare(np.zeros(2, dtype=np.int32), 0)
+    assert batch is not None
+    layout = site_layouts(TINY_SHAPE)[0]
+    x, y = torch.zeros(2, layout.num_inputs), torch.zeros(2, layout.num_outputs)
+
+    with pytest.raises(ValueError, match="bf16 or fp32"):
+        backend.add(y.half(), x.half(), 0, "qkv", batch)
+    with pytest.raises(ValueError, match="contiguous"):
+        backend.add(y, x.T.contiguous().T, 0, "qkv", batch)
