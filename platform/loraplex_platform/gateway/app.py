@@ -105,6 +105,6 @@ async def _heartbeat(gateway: Gateway) -> None:
                 await queries.note_gateway(session, gateway.gateway_id, started_at)
         except DatabaseUnavailableError as error:
             log.warning("heartbeat_failed", reason=error.message)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a lost heartbeat must not end the gateway
             log_crash("heartbeat_crashed", error)
         await asyncio.sleep(_HEARTBEAT_S)

@@ -23,6 +23,7 @@ from loraplex_platform.gateway.app import create_app, open_gateway
 from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
 from loraplex_platform.gateway.tokenization import ModelFolderError
+from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -42,6 +43,7 @@ class Server(uvicorn.Server):
 
 def run(settings: GatewaySettings, *, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code."""
+    configure_logging(settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings, port_file=port_file))

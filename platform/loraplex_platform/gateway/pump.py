@@ -200,13 +200,13 @@ class Pump:
                 return
             try:
                 ending = await self._generate()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the books must close
                 log_crash("pump_crashed", error)
                 self._abort()
                 crash = PlatformError("Something went wrong on our side; nothing is billed.")
                 ending = self._fault(crash, "fault", "observed")
             await self._close_books(ending)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - see below
             # The listener must hear of an end, whatever happened to the books.
             log_crash("pump_crashed", error)
             self.events.put_nowait(Failed(PlatformError("Something went wrong on our side.")))
@@ -548,7 +548,7 @@ class PumpSupervisor:
                 await self.renew_once()
             except UnavailableError as error:
                 log.warning("renew_failed", reason=error.message)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - other leases still need renewing
                 log_crash("renew_crashed", error)
 
     async def renew_once(self) -> None:

@@ -59,10 +59,13 @@ DEADLINE_S = 10.0
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[bool]] | Callable[[], bool], what: str = "condition"
+    condition: Callable[[], Awaitable[bool]] | Callable[[], bool],
+    what: str = "condition",
+    *,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Poll until true."""
-    limit = time.monotonic() + DEADLINE_S
+    limit = time.monotonic() + deadline_s
     while True:
         value = condition()
         if await value if isinstance(value, Awaitable) else value:

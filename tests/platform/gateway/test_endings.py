@@ -1,0 +1,441 @@
+"""How a request can end, and that its books are closed exactly once in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from loraplex_platform.db import Request
+from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.gateway.errors import GatewayDrainingError
+from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.records import Renewal
+from sqlalchemy import select
+
+from tests.platform.gateway.stand import BASE, Stand, announce, eventually, says
+from tests.support.fake_engine import Script
+from tests.support.metering import run_sql
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+_HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+_SLOW = says("a long story about many things " * 5, token_delay_s=0.03)
+_BODY = {"model": BASE, "messages": _HELLO, "max_tokens": 100}
+
+
+async def _reserved(stand: Stand) -> bool:
+    async with stand.db.sessions() as session:
+        found = await session.scalars(select(Request.id).where(Request.state == "reserved"))
+        return found.first() is not None
+
+
+# ---------------------------------------------------------------------------- client gone
+
+
+async def test_closing_a_stream_aborts_and_bills_what_was_generated(stand: Stand) -> None:
+    stand.engine.script = _SLOW
+
+    stream = await stand.client.chat.completions.create(
+        model=BASE, messages=_HELLO, max_tokens=100, stream=True
+    )
+    seen = 0
+    async for chunk in stream:
+        seen += bool(chunk.choices[0].delta.content)
+        if seen == 3:
+            break
+    await stream.close()
+
+    request, attempt, entry = await stand.last_request()
+    [abort] = stand.aborts
+    assert not abort.as_stop
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, request.finish_reason) == ("aborted", "abort")
+    assert 3 <= attempt.billed == attempt.generated < 30
+    assert entry.account == "revenue"
+    assert entry.completion_tokens == attempt.billed
+    assert request.http_status == 499
+    assert stand.engine.num_running == 0
+
+
+async def test_leaving_an_answer_that_is_not_streamed_aborts_too(stand: Stand) -> None:
+    stand.engine.script = _SLOW
+
+    with pytest.raises(httpx.TimeoutException):
+        await stand.http().post("/v1/chat/completions", json=_BODY, timeout=0.4)
+
+    request, attempt, _ = await stand.last_request()
+    assert len(stand.aborts) == 1
+    assert attempt is not None
+    assert attempt.outcome == "aborted"
+    assert 0 < attempt.billed == attempt.generated < 100
+    assert request.finish_reason == "abort"
+
+
+async def test_leaving_while_queued_bills_the_prompt_alone(stand: Stand) -> None:
+    stand.engine.script = Script(never_answers=True)
+
+    with pytest.raises(httpx.TimeoutException):
+        await stand.http().post("/v1/chat/completions", json=_BODY | {"stream": True}, timeout=0.3)
+
+    _, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, attempt.generated, entry.completion_tokens) == ("aborted", 0, 0)
+    assert entry.prompt_tokens > 0
+
+
+async def test_many_clients_leaving_at_random_leave_nothing_behind(stand: Stand) -> None:
+    stand.engine.script = says("words and words and words " * 3, token_delay_s=0.01)
+
+    async def come_and_go(number: int) -> None:
+        body = _BODY | {"stream": number % 2 == 0}
+        client = stand.http()
+        with contextlib.suppress(httpx.TimeoutException):
+            await client.post("/v1/chat/completions", json=body, timeout=0.05 + 0.05 * (number % 8))
+
+    await asyncio.gather(*(come_and_go(number) for number in range(16)))
+
+    await stand.check_books()
+
+
+# ---------------------------------------------------------------------------- engine gone
+
+
+async def test_an_engine_error_before_the_first_token_is_a_500(stand: Stand) -> None:
+    stand.engine.script = Script(error_after=0, error_code="non_finite_logits")
+
+    for is_stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stand.client.chat.completions.create(
+                model=BASE, messages=_HELLO, stream=is_stream
+            )
+        assert (caught.value.status_code, caught.value.code) == (500, "engine_error")
+
+    request, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, entry.account, request.error_code) == (
+        "fault",
+        "absorbed",
+        "engine_error",
+    )
+
+
+async def test_an_engine_error_midway_is_an_error_frame_without_done(stand: Stand) -> None:
+    stand.engine.script = Script(token_ids=[70, 71, 72, 73, 74], error_after=3)
+
+    stream = await stand.client.chat.completions.create(model=BASE, messages=_HELLO, stream=True)
+    with pytest.raises(openai.APIError) as caught:
+        async for _ in stream:
+            pass
+    raw = await stand.http().post("/v1/chat/completions", json=_BODY | {"stream": True})
+
+    assert caught.value.code == "engine_error"
+    frames = [line for line in raw.text.split("\n\n") if line]
+    assert raw.status_code == 200
+    assert "[DONE]" not in raw.text
+    error = json.loads(frames[-1].removeprefix("data: "))["error"]
+    assert set(error) == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == raw.headers["x-request-id"]
+    _, attempt, _ = await stand.last_request()
+    assert attempt is not None
+    assert (attempt.billed, attempt.absorbed) == (0, 3)
+
+
+@pytest.mark.parametrize("crash_after", [1, 4])
+async def test_a_dying_engine_is_absorbed_and_the_next_request_works(
+    own_stand: Stand, crash_after: int
+) -> None:
+    stand = own_stand
+    stand.engine.script = Script(crash_after=crash_after, token_delay_s=0.01)
+
+    stream = await stand.client.chat.completions.create(
+        model=BASE, messages=_HELLO, stream=True, max_tokens=50
+    )
+    with pytest.raises(openai.APIError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code == "engine_lost"
+    request, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, attempt.source) == ("lost", "observed")
+    assert (attempt.billed, attempt.absorbed, entry.account) == (0, crash_after, "absorbed")
+    assert request.state == "settled"
+
+    await eventually(lambda: stand.gateway.router.num_ready == 0)
+    for is_stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as refused:
+            await stand.client.chat.completions.create(
+                model=BASE, messages=_HELLO, stream=is_stream
+            )
+        assert refused.value.status_code == 503
+        assert refused.value.code == "engine_unavailable"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+
+    stand.engine.script = says("back")
+    await stand.engine.start()
+    await eventually(lambda: stand.gateway.router.num_ready == 1)
+    answer = await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+    assert answer.choices[0].message.content == "back"
+    await stand.check_books()
+
+
+async def test_an_engine_that_dies_under_a_whole_answer_is_503(own_stand: Stand) -> None:
+    own_stand.engine.script = Script(crash_after=3)
+
+    with pytest.raises(openai.InternalServerError) as caught:
+        await own_stand.client.chat.completions.create(model=BASE, messages=_HELLO, max_tokens=50)
+
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_lost")
+    await own_stand.check_books()
+
+
+async def test_a_full_replica_hands_over_to_another(own_stand: Stand, short_tmp_path: Path) -> None:
+    from tests.platform.gateway import tiny_model
+    from tests.support.fake_engine import FakeEngine
+
+    stand = own_stand
+    async with FakeEngine(
+        short_tmp_path, replica_id="fake-1", max_model_len=tiny_model.CONTEXT_LENGTH
+    ) as second:
+        announce(stand.redis_url, second)
+        await eventually(lambda: stand.gateway.router.num_ready == 2)
+        stand.engine.script = Script(reject="queue_full")
+        second.script = says("from the second")
+
+        for _ in range(4):
+            answer = await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+            assert answer.choices[0].message.content == "from the second"
+
+        request, attempt, _ = await stand.last_request()
+        assert attempt is not None
+        assert request.replica_id == attempt.replica_id == "fake-1"
+
+
+# ---------------------------------------------------------------------------- waiting
+
+
+async def test_a_queued_stream_commits_after_the_hold_and_pings(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    async with Stand.open(
+        db_url, redis_url, short_tmp_path, header_hold_s=0.05, ping_interval_s=0.05
+    ) as stand:
+        stand.engine.script = says("hi")
+        stand.engine.pause()
+        client = stand.http()
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=_BODY | {"stream": True}
+        ) as r:
+            assert r.status_code == 200
+            assert r.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert r.headers["cache-control"] == "no-cache"
+            assert r.headers["x-accel-buffering"] == "no"
+            assert r.headers["x-loraplex-revision"].startswith("rev_")
+            lines = r.aiter_lines()
+            assert await anext(lines) == ": ping"
+            stand.engine.resume()
+            rest = [line async for line in lines if line and line != ": ping"]
+        assert rest[-1] == "data: [DONE]"
+        assert (
+            json.loads(rest[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        )
+
+        stand.engine.script = Script(error_after=0, first_token_delay_s=0.3)
+        with pytest.raises(openai.APIError):  # the 200 is out: the failure comes in the stream
+            async for _ in await stand.client.chat.completions.create(
+                model=BASE, messages=_HELLO, stream=True
+            ):
+                pass
+        await stand.check_books()
+
+
+async def test_the_deadline_ends_a_request_unbilled(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    async with Stand.open(db_url, redis_url, short_tmp_path, request_timeout_s=0.3) as stand:
+        stand.engine.script = Script(never_answers=True)
+
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+
+        assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        _, attempt, entry = await stand.last_request()
+        assert attempt is not None
+        assert entry is not None
+        assert (attempt.outcome, entry.account) == ("fault", "absorbed")
+        assert len(stand.aborts) == 1
+        await stand.check_books()
+
+
+async def test_no_engine_at_all_is_503_and_nothing_on_the_books(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    async with Stand.open(db_url, redis_url, short_tmp_path, wait=False) as stand:
+        stand.engine.is_ready = False
+        await stand.engine.crash()
+        await eventually(lambda: stand.gateway.router.num_ready == 0)
+
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stand.client.completions.create(model=BASE, prompt="x")
+
+        assert caught.value.code == "engine_unavailable"
+        assert [m.id async for m in stand.client.models.list()] == [BASE, "pirate"]
+        ready = await stand.http("").get("/ready")
+        assert (ready.status_code, ready.json()["engines_ready"]) == (200, 0)
+        assert not await _reserved(stand)
+
+
+# ---------------------------------------------------------------------------- books
+
+
+async def test_a_long_request_renews_its_lease_with_a_checkpoint(stand: Stand) -> None:
+    stand.engine.script = _SLOW
+    stream = await stand.client.chat.completions.create(
+        model=BASE, messages=_HELLO, stream=True, max_tokens=100
+    )
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+
+    async def look() -> tuple[int, Any]:
+        async with stand.db.sessions() as session:
+            row = await session.execute(
+                select(Request.checkpoint_tokens, Request.lease_until).where(
+                    Request.state == "reserved"
+                )
+            )
+            return tuple(row.one())  # type: ignore[return-value] # two columns
+
+    before = await look()
+    await stand.gateway.pumps.renew_once()
+    after = await look()
+    await stream.close()
+
+    assert before[0] == 0
+    assert after[0] > 0
+    assert after[1] > before[1]
+    await stand.settled()
+
+
+async def test_a_lost_lease_stops_the_engine_and_leaves_the_books(own_stand: Stand) -> None:
+    stand = own_stand
+    stand.engine.script = _SLOW
+    stream = await stand.client.chat.completions.create(
+        model=BASE, messages=_HELLO, stream=True, max_tokens=100
+    )
+    await anext(aiter(stream))
+
+    await run_sql(stand.db, "update requests set lease_token = lease_token + 1")
+    await stand.gateway.pumps.renew_once()
+
+    with pytest.raises(openai.APIError):
+        async for _ in stream:
+            pass
+    await stand.settled()
+    assert len(stand.aborts) == 1
+    async with stand.db.sessions() as session:
+        request = (await session.scalars(select(Request))).one()
+    assert request.state == "reserved"  # the sweeper's now
+
+
+async def test_settling_is_tried_until_the_database_is_back(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand.engine.script = says("x")
+    settle, failures = metering.settle, [1, 2]
+
+    async def flaky(*arguments: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise DatabaseUnavailableError
+        return await settle(*arguments)
+
+    monkeypatch.setattr("loraplex_platform.gateway.pump._SETTLE_RETRY_S", 0.01)
+    monkeypatch.setattr(metering, "settle", flaky)
+
+    answer = await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+
+    request, _, _ = await stand.last_request()
+    assert answer.choices[0].message.content == "x"
+    assert (failures, request.state) == ([], "settled")
+
+
+async def test_without_a_reservation_nothing_runs(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise DatabaseUnavailableError
+
+    monkeypatch.setattr(metering, "reserve", fail)
+
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+
+    assert (caught.value.status_code, caught.value.code) == (503, "database_unavailable")
+    assert stand.generated == []
+
+
+async def test_a_bug_while_generating_is_absorbed(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: Any) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr("loraplex_platform.gateway.text_stream.TextStream.push", explode)
+    stand.engine.script = _SLOW
+
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stand.client.chat.completions.create(model=BASE, messages=_HELLO, max_tokens=9)
+
+    assert caught.value.status_code == 500
+    _, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, entry.account) == ("fault", "absorbed")
+    await eventually(lambda: stand.engine.num_running == 0)
+
+
+# ---------------------------------------------------------------------------- shutdown
+
+
+async def test_draining_refuses_new_requests_and_ends_running_ones(own_stand: Stand) -> None:
+    stand = own_stand
+    stand.engine.script = _SLOW
+    stream = await stand.client.chat.completions.create(
+        model=BASE, messages=_HELLO, stream=True, max_tokens=100
+    )
+    await anext(aiter(stream))
+
+    stand.gateway.is_draining = True
+
+    with pytest.raises(openai.InternalServerError) as refused:
+        await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+    assert (refused.value.status_code, refused.value.code) == (503, "draining")
+    assert "retry-after" in refused.value.response.headers
+    ready = await stand.http("").get("/ready")
+    assert (ready.status_code, ready.json()["draining"]) == (503, True)
+    assert (await stand.http("").get("/live")).status_code == 200
+    await stand.gateway.pumps.drain(0.0, GatewayDrainingError("bye", retry_after_s=1))
+    with pytest.raises(openai.APIError) as ended:
+        async for _ in stream:
+            pass
+    assert ended.value.code == "draining"
+    _, attempt, _ = await stand.last_request()
+    assert attempt is not None
+    assert (attempt.outcome, attempt.billed) == ("fault", 0)
+    await stand.check_books()
+
+
+async def test_renewing_nothing_is_nothing(stand: Stand) -> None:
+    await stand.gateway.pumps.renew_once()
+
+    assert await metering.renew(stand.gateway.sessions, list[Renewal]()) == set()
