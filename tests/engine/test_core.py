@@ -334,6 +334,24 @@ def test_abort_of_a_preempted_request_keeps_its_usage() -> None:
     engine.assert_idle()
 
 
+def test_abort_amid_recomputation_keeps_the_whole_prompt_in_usage() -> None:
+    engine = make_engine(num_blocks=6, max_num_seqs=2, max_num_batched_tokens=4)
+    engine.core.add(make_request("first", [1, 2, 3], max_tokens=9, seed=1))
+    engine.core.add(make_request(prompt=list(range(1, 14)), max_tokens=8, seed=2))
+    events: list[TokenEvent] = []
+    while engine.core.stats().num_preemptions_total == 0 or engine.core.stats().num_waiting:
+        events += engine.core.step()
+    assert engine.runner.steps[-1].num_computed_B.tolist() == [0]
+    assert engine.core.stats().prompt_tokens_total == 3 + 13
+
+    engine.core.abort("r0", 0)
+
+    usage = terminal_of(events + engine.run()).usage
+    assert usage is not None
+    assert usage.prompt_tokens == 13
+    assert engine.core.stats().prompt_tokens_total == 3 + 13
+
+
 @pytest.mark.parametrize("max_tokens", [3, 8])
 def test_abort_while_a_step_is_in_flight_discards_its_token(max_tokens: int) -> None:
     """With max_tokens 3 the step in flight is the final one: it is an abort all the same."""
@@ -394,15 +412,18 @@ def test_stats_count_mixed_steps_adapters_and_tokens() -> None:
     assert (stats.num_running, stats.num_waiting, stats.adapter_leases) == (4, 0, 3)
     engine.run()
     engine.core.add(make_request("alone", adapter="a", max_tokens=1))
+    engine.run()
+    engine.core.add(make_request("no base, a", adapter="a", max_tokens=1))
+    engine.core.add(make_request("no base, b", adapter="b", max_tokens=1))
     engine.clock.now_s += 5
     engine.run()
 
     stats = engine.core.stats()
 
     assert stats.max_adapters_in_step == 2
-    assert (stats.steps_total, stats.mixed_steps_total) == (3, 2)
-    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (15, 9)
-    assert stats.requests_finished_total == {"stop": 0, "length": 5, "abort": 0, "error": 0}
+    assert (stats.steps_total, stats.mixed_steps_total) == (4, 2)
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (21, 11)
+    assert stats.requests_finished_total == {"stop": 0, "length": 7, "abort": 0, "error": 0}
     assert stats.uptime_s == 5
 
 
