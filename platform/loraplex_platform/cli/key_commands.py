@@ -74,3 +74,18 @@ def revoke(
             raise CommandError(f"{tenant} has {len(found)} keys {key}; name one by its id: {ids}")
         admin.revoke_key(tenant_id, found[0]["id"])
     typer.echo(f"revoked {found[0]['id']} ({found[0]['name']})")
+
+
+@app.command("mint-admin")
+def mint_admin() -> None:
+    """Make an admin key for LORAPLEX_ADMIN_KEY and print it; nothing is stored.
+
+    Local mode makes its own; compose and clusters need one before they start.
+
+    Example:
+
+      echo "LORAPLEX_ADMIN_KEY=$(loraplex keys mint-admin)" >> .env
+    """
+    from loraplex_platform.tenancy.keys import mint
+
+    typer.echo(mint("ak").secret)

@@ -1,0 +1,197 @@
+"""compose.yaml: no default secrets, little published, and every command is one that exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from loraplex_engine.server_cli import read_options
+from loraplex_platform.cli import app
+from loraplex_platform.settings import (
+    ConsoleSettings,
+    ControlSettings,
+    DatabaseSettings,
+    GatewaySettings,
+    WorkerSettings,
+)
+from loraplex_platform.tenancy.keys import mint
+from pydantic_settings import BaseSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z_]+)(:[-?])?([^}]*)\}")
+OURS = ("migrate", "engine", "gateway", "control", "worker", "console", "model")
+SETTINGS: dict[str, type[BaseSettings]] = {
+    "migrate": DatabaseSettings,
+    "gateway": GatewaySettings,
+    "control": ControlSettings,
+    "worker": WorkerSettings,
+    "console": ConsoleSettings,
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return loaded
+
+
+def filled_in(compose: dict[str, Any], service: str) -> dict[str, str]:
+    """The service's environment once .env is filled in with secrets of one's own."""
+
+    def value(match: re.Match[str]) -> str:
+        name, kind, default = match.groups()
+        if kind == ":-":
+            return default
+        return mint("ak").secret if name == "LORAPLEX_ADMIN_KEY" else f"{name}-0123456789abcdefghij"
+
+    environment = compose["services"][service].get("environment") or {}
+    return {name: VARIABLE.sub(value, str(text)) for name, text in environment.items()}
+
+
+def test_all_the_services_are_there(compose: dict[str, Any]) -> None:
+    always = {name for name, service in compose["services"].items() if "profiles" not in service}
+
+    assert always == {"postgres", "redis", *OURS}
+    assert {
+        name
+        for name, service in compose["services"].items()
+        if service.get("profiles") == ["monitoring"]
+    } == {"prometheus", "grafana"}
+
+
+def test_only_gateway_and_console_are_published_and_on_loopback(compose: dict[str, Any]) -> None:
+    published = {
+        name: service["ports"]
+        for name, service in compose["services"].items()
+        if service.get("ports")
+    }
+
+    assert set(published) == {"gateway", "console"}
+    for ports in published.values():
+        assert [VARIABLE.sub(lambda match: match[3], port).split(":")[0] for port in ports] == [
+            "127.0.0.1"
+        ]
+
+
+def test_every_secret_is_required_and_listed_in_the_example(compose: dict[str, Any]) -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    variables = {match[1]: match[2] for match in VARIABLE.finditer(text)}
+    secret_names = {name for name in variables if re.search("PASSWORD|PEPPER|KEY", name)}
+    example = dict(
+        line.split("=", 1)
+        for line in (ROOT / "deploy" / "compose.env.example").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+
+    assert len(secret_names) == 7
+    assert {variables[name] for name in secret_names} == {":?"}
+    assert example == dict.fromkeys(secret_names, "")
+    # No value stands in the file itself.
+    for service in compose["services"].values():
+        for name, value in (service.get("environment") or {}).items():
+            if re.search("PASSWORD|PEPPER|_KEY$|AUTH$", name):
+                assert VARIABLE.fullmatch(str(value)), name
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_every_command_is_one_of_ours(compose: dict[str, Any], service: str) -> None:
+    command = [str(part) for part in compose["services"][service]["command"]]
+    group = typer.main.get_command(app)
+
+    context = group.make_context("loraplex", list(command), resilient_parsing=False)
+    name, found, rest = group.resolve_command(context, context._protected_args + context.args)
+    if name == "models":
+        inner = found.make_context("models", rest, parent=context)
+        name, found, rest = found.resolve_command(inner, inner._protected_args + inner.args)
+        context = inner
+
+    assert name == ("pull" if service == "model" else service)
+    found.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("service", sorted(SETTINGS))
+def test_a_filled_in_environment_is_what_the_process_needs(
+    compose: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = filled_in(compose, service)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    settings = SETTINGS[service]()
+
+    known = {f"LORAPLEX_{name.upper()}" for name in type(settings).model_fields}
+    # A misspelt variable would be ignored in silence.
+    assert set(environment) - known <= {"LORAPLEX_CONTROL_PUBLIC_URL"}
+
+
+def test_the_engine_gets_what_it_needs_and_listens_on_the_shared_socket(
+    compose: dict[str, Any],
+) -> None:
+    service = compose["services"]["engine"]
+
+    _, config, options = read_options(
+        [str(part) for part in service["command"][1:]], filled_in(compose, "engine")
+    )
+
+    folder = options.address.removeprefix("ipc://").rsplit("/", 1)[0]
+    for name in ("engine", "gateway", "control", "worker"):
+        assert f"run:{folder}" in compose["services"][name]["volumes"]
+    assert options.redis_url is not None
+    assert str(config.model_dir) == filled_in(compose, "gateway")["LORAPLEX_MODEL_DIR"]
+    assert config.store_url == filled_in(compose, "control")["LORAPLEX_STORE_URL"]
+
+
+def test_every_long_running_service_has_a_health_check(compose: dict[str, Any]) -> None:
+    without = {
+        name
+        for name, service in compose["services"].items()
+        if "healthcheck" not in service and "profiles" not in service
+    }
+
+    assert without == {"model", "migrate"}
+
+
+def test_every_volume_and_anchor_that_is_used_is_declared(compose: dict[str, Any]) -> None:
+    used = {
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service.get("volumes", [])
+        if not volume.startswith(".")
+    }
+    mounted = [
+        ROOT / volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service.get("volumes", [])
+        if volume.startswith(".")
+    ]
+
+    assert used == set(compose["volumes"])
+    assert all(path.exists() for path in mounted)
+
+
+def test_dashboards_and_alerts_name_metrics_that_exist() -> None:
+    sources = [
+        path.read_text() for root in ("engine", "platform") for path in (ROOT / root).rglob("*.py")
+    ]
+    defined = set(re.findall(r'"loraplex:([a-z0-9_]+)"', "".join(sources)))
+    # The engine's state metrics are named where they are read.
+    defined |= set(re.findall(r'self\._(?:gauge|counter)\(\s*"([a-z0-9_]+)"', "".join(sources)))
+    dashboard = (ROOT / "deploy/grafana/dashboards/loraplex.json").read_text()
+    rules = (ROOT / "deploy/prometheus-rules.yml").read_text()
+    json.loads(dashboard)
+    yaml.safe_load(rules)
+
+    named = set(re.findall(r"loraplex:([a-z0-9_]+)", dashboard + rules))
+
+    assert len(named) > 10
+    unknown = {
+        name
+        for name in named
+        if not {name, re.sub(r"_(total|bucket|count|sum)$", "", name)} & defined
+    }
+    assert unknown == set()
