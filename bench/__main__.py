@@ -1,0 +1,5 @@
+"""`python -m bench` is `make bench`."""
+
+from bench.run import main
+
+main()
