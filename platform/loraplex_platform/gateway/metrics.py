@@ -53,6 +53,11 @@ class GatewayMetrics:
             ["token_class"],
             registry=self.registry,
         )
+        self.http_in_flight = Gauge(
+            "loraplex:gateway_http_in_flight",
+            "HTTP requests being answered.",
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "loraplex:gateway_requests_in_flight",
             "Requests reserved and not yet settled here.",

@@ -51,6 +51,7 @@ class RequestContext:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
         status = 0
+        self._metrics.http_in_flight.inc()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,6 +71,7 @@ class RequestContext:
             crash = PlatformError("Something went wrong on our side; the request id finds it.")
             await send_error(send_with_id, crash, request_id)
         finally:
+            self._metrics.http_in_flight.dec()
             self._note(scope, status)
 
     def _note(self, scope: Scope, status: int) -> None:

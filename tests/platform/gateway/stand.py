@@ -36,6 +36,7 @@ from loraplex_platform.db import (
     BaseModel,
     Deployment,
     DeploymentRevision,
+    EngineUsage,
     LedgerEntry,
     Request,
 )
@@ -45,9 +46,11 @@ from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
 from loraplex_platform.gateway.main import Server
 from loraplex_platform.ids import uuid7
+from loraplex_platform.metering import invariants
 from loraplex_platform.settings import GatewaySettings
 from openai import AsyncOpenAI
-from sqlalchemy import select, text
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
 
 from tests.platform.gateway import tiny_model
 from tests.support.fake_engine import FakeEngine, Script
@@ -167,8 +170,14 @@ class Stand:
         return request, attempt, entry
 
     async def settled(self) -> None:
-        """Wait until no pump runs."""
-        await eventually(lambda: self.gateway.pumps.num_live == 0, "all pumps ended")
+        """Wait until no request is being answered and no pump runs."""
+        registry = self.gateway.metrics.registry
+
+        def is_idle() -> bool:
+            is_quiet = registry.get_sample_value("loraplex:gateway_http_in_flight") == 0
+            return is_quiet and self.gateway.pumps.num_live == 0
+
+        await eventually(is_idle, "everything ended")
 
     async def check_books(self) -> None:
         """Nothing left reserved; each settled request has its rows; engine = billed + the rest."""
@@ -189,27 +198,30 @@ class Stand:
                 assert attempt.generated == journal[id_].completion_tokens
                 assert attempt.prompt_tokens == journal[id_].prompt_tokens
         assert self.engine.num_running == 0
-        await check_invariants(self.db)
+        await check_invariants(self.db, self.engine)
 
 
-async def check_invariants(db: Database) -> None:
-    """The SQL checks of metering/invariants.py that hold without a worker."""
-    async with db.sessions() as session:
-        difference = await session.scalar(
-            text(
-                "select coalesce(sum(generated - billed - absorbed - discarded_past_stop"
-                " - discarded_past_abort), 0) from attempts"
+async def check_invariants(db: Database, engine: FakeEngine) -> None:
+    """Land the engine's journal as the worker does, then run every SQL check."""
+    async with db.transaction() as session:
+        for entry in engine.journal:
+            row = insert(EngineUsage).values(
+                request_id=UUID(entry.request_id),
+                attempt=entry.attempt,
+                replica_id=engine.replica_id,
+                tenant_id=UUID(entry.tenant_id),
+                adapter_digest=entry.adapter_digest,
+                finish_reason=entry.finish_reason,
+                prompt_tokens=entry.usage.prompt_tokens,
+                cached_tokens=entry.usage.cached_tokens,
+                completion_tokens=entry.usage.completion_tokens,
+                ended_at=datetime.fromtimestamp(entry.ended_at_unix_s, UTC),
             )
-        )
-        unequal = await session.scalar(
-            text(
-                "select count(*) from attempts a join ledger l on l.entry_id = a.request_id"
-                " where l.completion_tokens <> case l.account when 'revenue' then a.billed"
-                " else a.absorbed end"
-            )
-        )
-    assert difference == 0
-    assert unequal == 0
+            await session.execute(row.on_conflict_do_nothing())
+    report = await invariants.check_invariants(db.sessions)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    assert report.identity.difference == 0
+    assert report.identity.pending_requests == 0
 
 
 def settings_for(db_url: str, redis_url: str, folder: Path, **overrides: Any) -> GatewaySettings:

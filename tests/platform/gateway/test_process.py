@@ -82,7 +82,7 @@ async def _running(
             url = f"http://127.0.0.1:{int(port_file.read_text())}"
             await eventually(lambda: _engines_ready(url), "an engine seen by the process")
             yield _Process(url, process.pid, process, engine, customer)
-            await check_invariants(db)
+            await check_invariants(db, engine)
         finally:
             if process.returncode is None:
                 process.kill()
