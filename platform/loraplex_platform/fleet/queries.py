@@ -53,7 +53,9 @@ async def count_objects(session: AsyncSession) -> Counts:
         )
     )
     live_deployments = (
-        select(func.count()).select_from(Deployment).where(Deployment.archived_at.is_(None))
+        select(func.count())
+        .select_from(Deployment)
+        .where(Deployment.tenant_id.is_not(None), Deployment.archived_at.is_(None))
     )
     # The entry's id is its request's UUIDv7: a range scan of today's partition.
     cost = select(func.coalesce(func.sum(LedgerEntry.amount_pico), 0)).where(

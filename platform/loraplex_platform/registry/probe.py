@@ -97,18 +97,20 @@ class Prober:
         salt = secrets.token_bytes(32)
         prompts = [await self._encode(prompt) for prompt in PROMPTS]
         via = _Via(engine, replica_id, salt)
-        try:
-            async with asyncio.TaskGroup() as group:
-                runs = [
-                    (
-                        group.create_task(self._ask(via, target, ids, None)),
-                        group.create_task(self._ask(via, target, ids, target.digest)),
-                    )
-                    for ids in prompts
-                ]
-        except* PlatformError as errors:
-            raise _first(errors) from None
-        pairs = [(base.result(), adapter.result()) for base, adapter in runs]
+        asked = [
+            self._ask(via, target, ids, digest)
+            for ids in prompts
+            for digest in (None, target.digest)
+        ]
+        # All run to their end and settle, also when one fails or the uploader hangs up.
+        running = asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.shield(running)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            # What is wrong with the adapter, before what is wrong with us.
+            raise min(failures, key=_status_of)
+        good = [answer for answer in answers if isinstance(answer, _Answer)]
+        pairs = list(zip(good[::2], good[1::2], strict=True))
         return self._report(pairs)
 
     async def _encode(self, prompt: str) -> list[int]:
@@ -333,12 +335,5 @@ def _busy() -> UnavailableError:
     )
 
 
-def _first(errors: BaseExceptionGroup[PlatformError]) -> PlatformError:
-    """The most telling of several: what is wrong with the adapter, before what is wrong with us."""
-    flat: list[PlatformError] = []
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            flat.append(_first(error))
-        else:
-            flat.append(error)
-    return min(flat, key=lambda error: error.status)
+def _status_of(error: BaseException) -> int:
+    return error.status if isinstance(error, PlatformError) else 500

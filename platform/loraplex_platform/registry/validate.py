@@ -8,6 +8,7 @@ stdout; exit status 0 means there is one.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import resource
 import sys
@@ -48,13 +49,11 @@ def check(folder: Path, base_config: Path, limits: AdapterLimits) -> dict[str, A
             "remedy": error.remedy,
         }
     except MemoryError:
-        return {
-            "ok": False,
-            "field": "adapter_model",
-            "message": "checking it needs more memory than is allowed.",
-            "remedy": "Use a smaller rank or fewer target modules, or ask the operator to raise "
-            "LORAPLEX_VALIDATION_MEMORY_BYTES.",
-        }
+        return _out_of_memory()
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return _out_of_memory()
     checks = [{"name": c.name, "ok": True, "detail": c.detail} for c in artifact.checks]
     checks.append(
         {
@@ -74,6 +73,16 @@ def check(folder: Path, base_config: Path, limits: AdapterLimits) -> dict[str, A
         "matched_modules": fit.matched_modules,
         "total_modules": fit.total_modules,
         "checks": checks,
+    }
+
+
+def _out_of_memory() -> dict[str, Any]:
+    return {
+        "ok": False,
+        "field": "adapter_model",
+        "message": "checking it needs more memory than is allowed.",
+        "remedy": "Use a smaller rank or fewer target modules, or ask the operator to raise "
+        "LORAPLEX_VALIDATION_MEMORY_BYTES.",
     }
 
 
