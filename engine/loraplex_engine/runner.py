@@ -205,17 +205,23 @@ def build_runner(
     model: Decoder,
     sizes: EngineSizes,
     *,
+    attention: AttentionBackend[Any] | None = None,
     lora: LoraBackend | None = None,
     slots: SlotTable | None = None,
 ) -> ModelRunner:
-    """A runner on the torch CPU backend with a KV cache of `sizes`."""
+    """A runner with a KV cache of `sizes`.
+
+    Args:
+        attention: see `attention.setup.open_attention`; None: plain torch.
+    """
     limits = RunnerLimits(
         num_blocks=sizes.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=sizes.max_model_len,
     )
-    attention = TorchAttention(
-        model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
-    )
+    if attention is None:
+        attention = TorchAttention(
+            model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
+        )
     return ModelRunner(model, attention, limits, lora=lora, slots=slots)

@@ -109,7 +109,8 @@ def test_batched_equals_alone(model: Decoder, num_neighbours: int) -> None:
     neighbours = [driven(prompt(31 * n % 400 + 1, seed=n)) for n in range(num_neighbours)]
 
     # Prefill of all in one step, the victim in the middle of it, then decodes in changing company.
-    order = neighbours[: num_neighbours // 2] + [request] + neighbours[num_neighbours // 2 :]
+    half = num_neighbours // 2
+    order = [*neighbours[:half], request, *neighbours[half:]]
     driver.step([(r, len(r.token_ids)) for r in order])
     for count in range(6):
         driver.decode([request, *neighbours[count:]] if count % 2 else [*neighbours, request], 1)

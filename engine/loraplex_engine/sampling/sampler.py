@@ -5,12 +5,15 @@ however many rows there are, so the row rule holds by construction. Filters in t
 top-k, then top-p on what top-k left (the smallest set of most likely ids whose probability reaches p).
 Ties go to the lower id everywhere.
 
-R rows that sample, V vocabulary ids.
+A draw is an argmax of scaled logits plus Gumbel noise, and noise is bounded: an id too far below the
+best cannot win with any noise, so only the others get some. The draw is exactly that over all ids.
+
+R rows that sample, V vocabulary ids, N candidates over all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +26,6 @@ from loraplex_engine.sampling.noise import (
     Int64Array,
     gumbel,
     random_bits,
-    random_bits_of_row,
 )
 from loraplex_engine.step import BoolArray, Int32Array
 
@@ -31,8 +33,13 @@ Float32Array = npt.NDArray[np.float32]
 
 # A nucleus is looked for among this many ids first; nearly all are smaller.
 _NUCLEUS_GUESS = 1024
-# From this share of the vocabulary on, noise for all ids is cheaper than for the kept ones.
-_DENSE_SHARE = 0.25
+# Candidates drawn at once: bounds scratch memory (about 100 bytes each) and keeps it in cache.
+_CANDIDATES_AT_ONCE = 1 << 17
+# Far more than the rounding of the bound below, far less than would let many more ids through.
+_SLACK = 1e-3
+# Colder than this, fp32 logits that differ at all differ by more than noise: the same as greedy, without
+# overflow in the divisions.
+_COLDEST = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +63,37 @@ def sample(
     num_rows = len(params_R)
     assert logits_RV.shape[0] == num_rows
     is_finite_R: BoolArray = np.all(np.isfinite(logits_RV), axis=1)
-    token_ids_R = logits_RV.argmax(axis=1).astype(np.int32)
-    logprobs: dict[int, TokenLogprobs] = {}
-    for row, params in enumerate(params_R):
-        if not is_finite_R[row]:
-            token_ids_R[row] = 0
-            continue
-        if params.temperature > 0 and params.top_k != 1:
-            token_ids_R[row] = _draw(logits_RV[row], params, position_R[row])
-        if params.logprobs is not None:
-            logprobs[row] = token_logprobs(logits_RV[row], int(token_ids_R[row]), params.logprobs)
+    best_R = logits_RV.argmax(axis=1)
+    token_ids_R = np.where(is_finite_R, best_R, 0).astype(np.int32)
+    drawn = [
+        row
+        for row, params in enumerate(params_R)
+        if params.temperature > 0 and params.top_k != 1 and is_finite_R[row]
+    ]
+    if drawn:
+        token_ids_R[drawn] = _draw(
+            logits_RV,
+            best_R[drawn],
+            np.asarray(drawn),
+            [params_R[row] for row in drawn],
+            np.asarray([position_R[row] for row in drawn], np.int64),
+        )
+    logprobs = {
+        row: token_logprobs(logits_RV[row], int(token_ids_R[row]), params.logprobs)
+        for row, params in enumerate(params_R)
+        if params.logprobs is not None and is_finite_R[row]
+    }
     return Sampled(token_ids_R, is_finite_R, logprobs)
 
 
 def token_logprobs(logits_V: Float32Array, token_id: int, num_top: int) -> TokenLogprobs:
     """Of the unfiltered distribution at temperature 1; `num_top` most likely ids, best first."""
-    log_total = _log_sum_exp(logits_V.astype(np.float64))
+    log_total = float(logits_V.max()) + _log_sum_exp(logits_V)
     top = _most_likely(logits_V, min(num_top, logits_V.size))
     return TokenLogprobs(
-        logprob=float(logits_V[token_id] - log_total),
+        logprob=float(logits_V[token_id]) - log_total,
         top_ids=top.tolist(),
-        top_logprobs=(logits_V[top] - log_total).tolist(),
+        top_logprobs=(logits_V[top].astype(np.float64) - log_total).tolist(),
     )
 
 
@@ -89,56 +106,89 @@ def kept_ids(logits_V: Float32Array, params: SamplingParams) -> Int64Array | Non
     ids = _most_likely(logits_V, params.top_k if has_top_k else min(_NUCLEUS_GUESS, size))
     if params.top_p >= 1.0:
         return ids
-    scaled = _scale(logits_V, params.temperature)
-    log_total = _log_sum_exp(scaled[ids] if has_top_k else scaled)
-    reached = np.cumsum(np.exp(scaled[ids] - log_total))
+    log_total = _log_sum_exp(logits_V[ids] if has_top_k else logits_V, _temperature(params))
+    reached = _reached(logits_V[ids], _temperature(params), log_total)
     if not has_top_k and ids.size < size and reached[-1] < params.top_p:
         ids = _most_likely(logits_V, size)
-        reached = np.cumsum(np.exp(scaled[ids] - log_total))
+        reached = _reached(logits_V[ids], _temperature(params), log_total)
     # An id stays if those before it fall short of p: at least one always does.
     count = 1 + int(np.searchsorted(reached[:-1], params.top_p, side="left"))
     return ids[:count]
 
 
-def _draw(logits_V: Float32Array, params: SamplingParams, position: int) -> int:
-    ids = kept_ids(logits_V, params)
-    if ids is None:
-        return _draw_from_all(logits_V, params, position)
-    # In id order, so that a tie goes to the lower id.
-    ids = np.sort(ids)
-    seed_1, position_1 = _stream(params, position)
-    noise = gumbel(random_bits(seed_1, position_1, ids))
-    return int(ids[np.argmax(_scale(logits_V[ids], params.temperature) + noise)])
+def _temperature(params: SamplingParams) -> float:
+    return max(params.temperature, _COLDEST)
 
 
-def _draw_from_all(logits_V: Float32Array, params: SamplingParams, position: int) -> int:
-    """Exact without noise for every id: one that cannot win even with the largest noise is skipped."""
-    scaled = _scale(logits_V, params.temperature)
-    seed_1, position_1 = _stream(params, position)
-    best = np.flatnonzero(scaled >= scaled.max() - 1.0)[:64]
-    reached = float((scaled[best] + gumbel(random_bits(seed_1, position_1, best))).max())
-    is_possible = scaled >= reached - MAX_GUMBEL
-    if np.count_nonzero(is_possible) > _DENSE_SHARE * scaled.size:
-        bits = random_bits_of_row(params.seed, position, scaled.size)
-        return int(np.argmax(scaled + gumbel(bits)))
-    ids = np.flatnonzero(is_possible)
-    noise = gumbel(random_bits(seed_1, position_1, ids))
-    return int(ids[np.argmax(scaled[ids] + noise)])
+def _reached(sorted_logits: Float32Array, temperature: float, log_total: float) -> Float64Array:
+    """Probability of each id and all before it."""
+    scores = sorted_logits.astype(np.float64)
+    return np.cumsum(np.exp((scores - scores[0]) / temperature - log_total))
 
 
-def _stream(params: SamplingParams, position: int) -> tuple[npt.NDArray[np.uint64], Int64Array]:
-    return np.asarray([params.seed], np.uint64), np.asarray([position], np.int64)
+def _draw(
+    logits_RV: Float32Array,
+    best_D: Int64Array,
+    row_D: Int64Array,
+    params_D: Sequence[SamplingParams],
+    position_D: Int64Array,
+) -> Int64Array:
+    """One id for each of D drawn rows (`row_D` of the logits), in groups of bounded size."""
+    seed_D = np.asarray([params.seed for params in params_D], np.uint64)
+    temperature_D = np.asarray([_temperature(params) for params in params_D], np.float64)
+    highest_D = logits_RV[row_D, best_D].astype(np.float64)
+    # The best id's own score is a floor for the winner's; relative to the highest it is its noise.
+    floor_D = gumbel(random_bits(seed_D, position_D, np.arange(len(row_D)), best_D))
+    needed_D = highest_D + (floor_D - MAX_GUMBEL - _SLACK) * temperature_D
+    token_D = best_D.copy()
+    candidates = _candidates(logits_RV, row_D, params_D, needed_D)
+    for place_N, id_N in _grouped(candidates):
+        noise = gumbel(random_bits(seed_D, position_D, place_N, id_N))
+        logit = logits_RV[row_D[place_N], id_N].astype(np.float64)
+        # Relative to the highest, so that no temperature however small makes an infinity of it.
+        score = (logit - highest_D[place_N]) / temperature_D[place_N] + noise
+        starts = np.flatnonzero(np.diff(place_N, prepend=-1))
+        for start, stop in zip(starts, [*starts[1:], len(id_N)], strict=True):
+            token_D[place_N[start]] = id_N[start + score[start:stop].argmax()]
+    return token_D
 
 
-def _scale(logits_V: Float32Array, temperature: float) -> Float64Array:
-    """Relative to the highest, so that no temperature however small makes an infinity of it."""
-    scores = logits_V.astype(np.float64)
-    return np.asarray((scores - scores.max()) / temperature, np.float64)
+def _candidates(
+    logits_RV: Float32Array,
+    row_D: Int64Array,
+    params_D: Sequence[SamplingParams],
+    needed_D: Float64Array,
+) -> Iterator[Int64Array]:
+    """Per drawn row, ascending, the ids that filters leave and noise can lift to the top."""
+    for row, params, needed in zip(row_D, params_D, needed_D, strict=True):
+        logits_V = logits_RV[row]
+        kept = kept_ids(logits_V, params)
+        if kept is None:
+            yield np.flatnonzero(logits_V >= needed)
+        else:
+            yield np.sort(kept[logits_V[kept] >= needed])
 
 
-def _log_sum_exp(scores: Float64Array) -> float:
-    highest = float(scores.max())
-    return highest + float(np.log(np.exp(scores - highest).sum()))
+def _grouped(candidates: Iterator[Int64Array]) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """(place, id) pairs of whole rows, about `_CANDIDATES_AT_ONCE` at a time."""
+    places: list[Int64Array] = []
+    ids: list[Int64Array] = []
+    size = 0
+    for place, row_ids in enumerate(candidates):
+        places.append(np.full(row_ids.size, place, np.int64))
+        ids.append(row_ids)
+        size += row_ids.size
+        if size >= _CANDIDATES_AT_ONCE:
+            yield np.concatenate(places), np.concatenate(ids)
+            places, ids, size = [], [], 0
+    if ids:
+        yield np.concatenate(places), np.concatenate(ids)
+
+
+def _log_sum_exp(logits: Float32Array, temperature: float = 1.0) -> float:
+    """Of logits / temperature relative to the highest; fp32 exponentials, fp64 sum."""
+    total = np.exp((logits - logits.max()) / np.float32(temperature)).sum(dtype=np.float64)
+    return float(np.log(total))
 
 
 def _most_likely(logits_V: Float32Array, count: int) -> Int64Array:
