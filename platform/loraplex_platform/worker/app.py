@@ -27,7 +27,7 @@ from loraplex_platform.worker.sweeper import Sweeper
 
 log = structlog.get_logger(__name__)
 
-MIRROR_INTERVAL_S = 5.0
+MIRROR_INTERVAL_S = 2.0
 KEY_USE_INTERVAL_S = 15.0
 KEY_USE_WINDOW = timedelta(minutes=10)
 PARTITION_INTERVAL_S = 3600.0
