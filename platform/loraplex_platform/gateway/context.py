@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 from uuid import UUID
 
+import structlog
 from fastapi import Depends, Request
 
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
@@ -75,7 +76,9 @@ async def caller_of(request: Request) -> Authenticated:
     gateway = gateway_of(request)
     if gateway.is_draining:
         raise gateway.draining_error()
-    return await gateway.authenticate(request)
+    caller = await gateway.authenticate(request)
+    structlog.contextvars.bind_contextvars(tenant_id=str(caller.tenant_id))
+    return caller
 
 
 ThisGateway = Annotated[Gateway, Depends(gateway_of)]

@@ -29,7 +29,6 @@ from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, Usage
 
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import (
-    EngineUnavailableError,
     InvalidRequestError,
     OverloadedError,
     PlatformError,
@@ -145,6 +144,7 @@ class Pump:
     _clock: _Clock = field(init=False)
     _stream: EngineStream | None = field(default=None, init=False)
     _is_abandoned: bool = field(default=False, init=False)
+    _is_dispatched: bool = field(default=False, init=False)  # the engine may know of it
     _has_aborted: bool = field(default=False, init=False)
     _has_lost_lease: bool = field(default=False, init=False)
     _killed_by: PlatformError | None = field(default=None, init=False)
@@ -264,9 +264,11 @@ class Pump:
         while True:
             if self._is_unwanted:
                 return self._void(self._killed_by or AbandonedError("The client is gone."))
+            self._is_dispatched = True
             try:
-                stream = await self.replica.client.generate(self._message())
+                self._stream = await self.replica.client.generate(self._message())
             except EngineRejectedError as error:
+                self._is_dispatched = False
                 refused_by.add(self.replica.record.replica_id)
                 answer = _refusal(error)
                 if not isinstance(answer, OverloadedError) or not await self._reroute(refused_by):
@@ -278,8 +280,6 @@ class Pump:
                     retry_after_s=RETRY_AFTER_S,
                 )
                 return self._fault(lost, "lost", "observed")
-            self._stream = stream
-            self._abort_if_unwanted()
             return None
 
     async def _reroute(self, refused_by: set[str]) -> bool:
@@ -288,15 +288,15 @@ class Pump:
             self.replica = self.router.choose(
                 self.job.model.base_model, self.job.num_tokens, refused_by
             )
-        except EngineUnavailableError:
+            return await metering.assign(
+                self.sessions,
+                self.job.request_id,
+                self.lease_token or 0,
+                replica_id=self.replica.record.replica_id,
+                attempt=_ATTEMPT,
+            )
+        except UnavailableError:  # no other replica, or no database to note it in
             return False
-        return await metering.assign(
-            self.sessions,
-            self.job.request_id,
-            self.lease_token or 0,
-            replica_id=self.replica.record.replica_id,
-            attempt=_ATTEMPT,
-        )
 
     def _message(self) -> Generate:
         job = self.job
@@ -482,19 +482,17 @@ class Pump:
 
     # ------------------------------------------------------------------ small things
 
-    def _abort_if_unwanted(self) -> None:
-        if self._is_unwanted:
-            self._abort()
-
     @property
     def _is_unwanted(self) -> bool:
         return self._is_abandoned or self._killed_by is not None
 
     def _abort(self) -> None:
         """Tell the engine to stop, once: the first reason is the one that it records."""
-        if self._stream is not None and not self._has_aborted:
+        if self._is_dispatched and not self._has_aborted:
             self._has_aborted = True
-            self._stream.abort(as_stop=self._text.is_stopped)
+            self.replica.client.abort(
+                str(self.job.request_id), _ATTEMPT, as_stop=self._text.is_stopped
+            )
 
     def _note_times(self, num_tokens: int) -> None:
         now_s = time.monotonic()
@@ -531,8 +529,13 @@ class PumpSupervisor:
 
     @property
     def num_live(self) -> int:
-        """Pumps that have not ended."""
+        """How many those are."""
         return len(self._tasks)
+
+    @property
+    def live(self) -> list[Pump]:
+        """Pumps that have not ended."""
+        return list(self._tasks.values())
 
     def start(self, pump: Pump) -> None:
         """Run a pump to its end."""
@@ -564,7 +567,7 @@ class PumpSupervisor:
     async def drain(self, grace_s: float, error: PlatformError) -> None:
         """Let pumps finish for `grace_s`, then end them, and wait until all have settled."""
         await self.wait(grace_s)
-        for pump in list(self._tasks.values()):
+        for pump in self.live:
             pump.kill(error)
         await self.wait(_ABORT_ANSWER_S + _SETTLE_WAIT_S)
 

@@ -68,6 +68,8 @@ async def find_model(
     session: AsyncSession, tenant_id: UUID, base_model: str, public_name: str
 ) -> ServedModel | None:
     """The tenant's deployment of that name, else the platform's."""
+    if "\0" in public_name:  # Postgres has no such text, so nothing is called that
+        return None
     statement = (
         _visible(tenant_id, base_model)
         .where(Deployment.public_name == public_name)

@@ -91,6 +91,22 @@ async def test_leaving_while_queued_bills_the_prompt_alone(stand: Stand) -> None
     assert entry.prompt_tokens > 0
 
 
+async def test_leaving_before_the_engine_answers_at_all_tells_the_engine(stand: Stand) -> None:
+    stand.engine.script = Script(never_accepts=True)
+
+    with pytest.raises(httpx.TimeoutException):
+        await stand.http().post("/v1/chat/completions", json=_BODY, timeout=0.5)
+
+    await eventually(lambda: len(stand.aborts) == 1, "an abort")
+    [pump] = stand.gateway.pumps.live
+    pump.replica.client._drop_connection("the test's own doing")
+    request, attempt, _ = await stand.last_request()
+    assert request.state == "settled"
+    assert attempt is not None
+    assert (attempt.outcome, attempt.absorbed) == ("lost", 0)
+    await eventually(lambda: stand.gateway.router.num_ready == 1)
+
+
 async def test_many_clients_leaving_at_random_leave_nothing_behind(stand: Stand) -> None:
     stand.engine.script = says("words and words and words " * 3, token_delay_s=0.01)
 

@@ -137,6 +137,25 @@ async def test_unknown_and_foreign_models_are_the_same_404(stand: Stand) -> None
     assert len({message.split("req_")[0] for message in messages}) == 1
 
 
+async def test_names_that_no_database_can_hold_are_a_404(stand: Stand) -> None:
+    client = stand.http()
+
+    asked = await client.post("/v1/completions", json={"model": "a\0b", "prompt": "x"})
+
+    _check_envelope(asked, 404, "model_not_found")
+    for path in ("a%00b", "%ff%fe", "x" * 5000, "%27%20or%201=1", ""):
+        _check_envelope(await client.get(f"/v1/models/{path}"), 404, "model_not_found")
+
+
+async def test_nul_in_a_prompt_is_just_a_byte(stand: Stand) -> None:
+    stand.engine.script = says("x")
+
+    answer = await stand.client.completions.create(model=BASE, prompt="a\0b")
+
+    assert answer.choices[0].text == "x"
+    assert stand.generated[0].prompt_token_ids == tiny_model.ids_of("a\0b")
+
+
 async def test_an_archived_deployment_is_gone(stand: Stand) -> None:
     await run_sql(
         stand.db, "update deployments set archived_at = now() where public_name = 'pirate'"
