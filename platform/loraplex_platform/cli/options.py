@@ -39,11 +39,12 @@ def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
 
     from loraplex_platform.admin_client import AdminClient
     from loraplex_platform.local.data_dir import DataDir, read_json
+    from loraplex_platform.local.demo_file import read_state
 
     folder = DataDir(data_dir.expanduser().resolve())
     admin_key = os.environ.get("LORAPLEX_ADMIN_KEY")
     if control_url is None:
-        state = read_json(folder.state_file)
+        state = read_state(folder)
         if state is None:
             raise CommandError(
                 f"no fleet runs on {data_dir}: start one with `loraplex up`, name its --data-dir, or give "

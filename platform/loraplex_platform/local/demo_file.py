@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from loraplex_platform.local.data_dir import DataDir, read_json
 from loraplex_platform.local.errors import LocalModeError
@@ -43,8 +44,8 @@ def find_running_demo(data_dir: Path) -> RunningDemo:
     """
     folder = DataDir(data_dir.expanduser().resolve())
     demo = read_json(folder.demo_file)
-    state = read_json(folder.state_file)
-    if demo is None or state is None or not _is_alive(demo["pid"]):
+    state = read_state(folder)
+    if demo is None or state is None:
         raise LocalModeError(
             f"no demo runs on {data_dir}: start one with `make up` (or `loraplex up --demo`) in another "
             "terminal, or name its --data-dir"
@@ -64,7 +65,9 @@ def find_running_demo(data_dir: Path) -> RunningDemo:
     )
 
 
-def _is_alive(pid: int) -> bool:
+def read_state(folder: DataDir) -> dict[str, Any] | None:
+    """state.json of a fleet that runs; None if none does (a killed one leaves the file)."""
     import psutil
 
-    return bool(psutil.pid_exists(pid))
+    state = read_json(folder.state_file)
+    return state if state is not None and psutil.pid_exists(state["pid"]) else None

@@ -91,7 +91,7 @@ class Fleet:
                 env=self._engine_env,
                 is_ready=http_ok_at_port_file(self._engine_port_file, "/ready"),
                 after=on_redis,
-                ready_deadline_s=180.0,
+                ready_deadline_s=300.0,
                 stop_deadline_s=15.0,
             ),
             Service(
@@ -120,7 +120,7 @@ class Fleet:
                 is_ready=gateway_with_engine(reachable_host(options.host), options.gateway_port),
                 after=("migrate", *on_redis),
                 stop_before=("engine", "worker"),
-                ready_deadline_s=180.0,
+                ready_deadline_s=300.0,
                 stop_deadline_s=DRAIN_GRACE_S + 8.0,
             ),
             Service(

@@ -28,6 +28,7 @@ from loraplex_platform.local.process import Child, last_lines
 from loraplex_platform.local.readiness import Probe
 
 PROBE_INTERVAL_S = 0.05
+LONGEST_PROBE_INTERVAL_S = 0.3
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
 STABLE_AFTER_S = 60.0
@@ -216,10 +217,12 @@ class Supervisor:
 
     async def _becomes_ready(self, service: Service, ended: asyncio.Task[int]) -> bool:
         deadline = time.monotonic() + service.ready_deadline_s
+        interval_s = PROBE_INTERVAL_S
         while time.monotonic() < deadline and not ended.done():
             if await service.is_ready() and not ended.done():
                 return True
-            await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
+            await asyncio.wait({ended}, timeout=interval_s)
+            interval_s = min(interval_s * 1.3, LONGEST_PROBE_INTERVAL_S)
         return False
 
     def _tell(

@@ -1,0 +1,183 @@
+"""A real fleet: `loraplex up` as a process of its own, on free ports and a data directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from loraplex_platform.admin_client import AdminClient
+
+from tests.support.processes import is_alive, wait_until
+
+# Generous: several fleets may start side by side on a busy machine. Nothing waits that long in vain.
+START_DEADLINE_S = 240.0
+STOP_DEADLINE_S = 60.0
+QUIET_DEADLINE_S = 60.0
+
+
+class Fleet:
+    """One `loraplex up`."""
+
+    def __init__(
+        self, data_dir: Path, *flags: str, environment: dict[str, str] | None = None
+    ) -> None:
+        self.data_dir = data_dir
+        self._flags = flags
+        self._environment = environment or {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.state: dict[str, Any] = {}
+
+    @property
+    def command(self) -> list[str]:
+        """What starts it."""
+        return [
+            *(sys.executable, "-m", "loraplex_platform.cli", "up"),
+            *("--data-dir", str(self.data_dir), "--no-console"),
+            *("--gateway-port", "0", "--control-port", "0", *self._flags),
+        ]
+
+    @property
+    def output_file(self) -> Path:
+        """What it has printed, all starts together."""
+        return self.data_dir.with_name(f"{self.data_dir.name}.out")
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self.output_file.read_text()
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def demo(self) -> dict[str, Any]:
+        """demo.json."""
+        content: dict[str, Any] = json.loads((self.data_dir / "demo.json").read_text())
+        return content
+
+    def start(self) -> float:
+        """Start and wait until all is ready; the seconds that took."""
+        started = time.monotonic()
+        names = [name for name in os.environ if name.startswith("LORAPLEX_")]
+        inherited = {k: v for k, v in os.environ.items() if k not in names}
+        kept = {k: os.environ[k] for k in names if k == "LORAPLEX_CACHE_DIR"}
+        with self.output_file.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**inherited, **kept, **self._environment},
+            )
+        process = self.process
+
+        def is_up_or_over() -> bool:
+            return process.poll() is not None or self._has_started()
+
+        wait_until(is_up_or_over, deadline_s=START_DEADLINE_S)
+        assert process.poll() is None, self.output
+        return time.monotonic() - started
+
+    def _has_started(self) -> bool:
+        try:
+            self.state = json.loads((self.data_dir / "state.json").read_text())
+        except FileNotFoundError:
+            return False
+        is_told = "Ctrl-C stops everything" in self.output
+        return self.state["pid"] == self.pid and is_told
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and wait; its exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(STOP_DEADLINE_S)
+
+    def service_pid(self, name: str) -> int | None:
+        """The pid of a service that runs now."""
+        try:
+            record = json.loads((self.data_dir / "run" / "pids" / f"{name}.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return int(record["pid"]) if is_alive(record["pid"]) else None
+
+    def kill(self, name: str) -> int:
+        """kill -9 of one service; the pid that it had."""
+        pid = self.service_pid(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that has to do with this data directory, however it was started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = [*process.cmdline(), process.cwd()]
+                words += [f"{k}={v}" for k, v in process.environ().items() if k[:9] == "LORAPLEX_"]
+            except psutil.Error:
+                continue
+            if any(str(self.data_dir) in word for word in words) and process.pid != os.getpid():
+                found.append(process)
+        return found
+
+    @property
+    def gateway_url(self) -> str:
+        """Of the OpenAI API, without /v1."""
+        return str(self.state["gateway_url"])
+
+    @property
+    def admin_key(self) -> str:
+        """From secrets.json."""
+        content = json.loads((self.data_dir / "secrets.json").read_text())
+        return str(content["admin_key"])
+
+    @contextmanager
+    def admin(self) -> Iterator[AdminClient]:
+        """A client of its control API."""
+        with AdminClient(self.state["control_url"], self.admin_key) as client:
+            yield client
+
+    def engine_stats(self) -> dict[str, Any]:
+        """Of its one engine, fresh."""
+        with self.admin() as admin:
+            stats: dict[str, Any] = admin.fleet()["replicas"][0]["stats"]
+            return stats
+
+    def check_books(self) -> dict[str, Any]:
+        """Wait until every request is settled and landed; all invariants must hold then."""
+        report: dict[str, Any] = {}
+
+        def is_quiet() -> bool:
+            with self.admin() as admin:
+                report.update(admin.invariants())
+            identity = report["identity"]
+            return not identity["pending_requests"] and not identity["unlanded"]
+
+        wait_until(is_quiet, deadline_s=QUIET_DEADLINE_S)
+        assert report["identity"]["difference"] == 0, report
+        assert report["ok"], [check for check in report["checks"] if not check["ok"]]
+        return report
+
+
+def kill_leftovers(fleet: Fleet) -> None:
+    """For the end of a test that failed half-way."""
+    if fleet.process is not None and fleet.process.poll() is None:
+        fleet.process.kill()
+        fleet.process.wait()
+    for process in fleet.processes():
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
