@@ -712,6 +712,6 @@ class LongEngineMachine(EngineMachine):
 
 
 LongEngineMachine.TestCase.settings = settings(
-    EngineMachine.TestCase.settings, max_examples=4_000, stateful_step_count=60
+    EngineMachine.TestCase.settings, max_examples=1_000, stateful_step_count=50
 )
 test_many_sequences_of_calls = pytest.mark.slow(LongEngineMachine.TestCase)
