@@ -21,14 +21,16 @@ from loraplex_platform.control.errors import install_error_handlers
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.control.middleware import RequestMiddleware
 from loraplex_platform.db.session import open_database
+from loraplex_platform.errors import PlatformError
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.fleet.routes import router as fleet_router
 from loraplex_platform.gateway.routing import Router
-from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
+from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
 from loraplex_platform.metering.routes import router as metering_router
 from loraplex_platform.playground.routes import router as playground_router
 from loraplex_platform.playground.service import Playground
 from loraplex_platform.registry import routes as registry
+from loraplex_platform.registry.base_model import BaseModelError
 from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
@@ -60,7 +62,12 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.context = await _open(stack, settings, metrics, passwords or Passwords())
+            try:
+                context = await _open(stack, settings, metrics, passwords or Passwords())
+            except (BaseModelError, ModelFolderError, PlatformError, ValueError) as error:
+                log.error("control_cannot_start", reason=str(error))
+                raise
+            app.state.context = context
             yield
 
     app = FastAPI(

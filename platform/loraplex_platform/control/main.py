@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 
 from loraplex_platform.control.app import create_app
+from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy import keys
 
@@ -67,12 +68,14 @@ def run(settings: ControlSettings, *, port_file: Path | None = None) -> int:
     Args:
         settings: of this process; port 0 takes a free one.
         port_file: where to write the real port once requests are answered.
-
-    Raises:
-        ControlStartError: a setting cannot be used.
     """
-    _check(settings)
-    listener = _listen(settings.control_host, settings.control_port)
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        _check(settings)
+        listener = _listen(settings.control_host, settings.control_port)
+    except ControlStartError as error:
+        log.error("control_cannot_start", reason=str(error))
+        return 2
     port = listener.getsockname()[1]
     config = uvicorn.Config(
         create_app(settings),
@@ -87,7 +90,8 @@ def run(settings: ControlSettings, *, port_file: Path | None = None) -> int:
     server = _Server(config, port, port_file)
     with listener:
         asyncio.run(server.serve(sockets=[listener]))
-    return 0 if server.started else 1
+    log.info("control_stopped")
+    return 0 if server.started else 2
 
 
 def _check(settings: ControlSettings) -> None:
@@ -123,12 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Serve the control API.")
     parser.add_argument("--port-file", type=Path, help="write the real port here once ready")
     arguments = parser.parse_args(argv)
-    try:
-        settings = ControlSettings()  # type: ignore[call-arg]  # filled from the environment
-        return run(settings, port_file=arguments.port_file)
-    except ControlStartError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    settings = ControlSettings()  # type: ignore[call-arg]  # filled from the environment
+    return run(settings, port_file=arguments.port_file)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_platform.control.errors import error_body
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.errors import BodyTooLargeError
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import format_id, uuid7
 
 log = structlog.get_logger(__name__)
@@ -97,7 +98,7 @@ class RequestMiddleware:
                     raise
                 await _send_too_large(send_with_headers, limit)
             except Exception as error:
-                log.exception("request_crashed", error=type(error).__name__)
+                log_crash("request_crashed", error)
                 if status:
                     raise
                 body = error_body(

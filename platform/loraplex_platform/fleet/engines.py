@@ -18,6 +18,7 @@ from loraplex_engine.client import EngineClient, EngineLostError
 from loraplex_engine.protocol import EngineStats, ReplicaRecord
 
 from loraplex_platform.errors import EngineUnavailableError
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.routing import Replica, Router
 
 log = structlog.get_logger(__name__)
@@ -130,9 +131,9 @@ class EngineFleet:
         while True:
             try:
                 await self.sample()
-            except Exception:
+            except Exception as error:  # noqa: BLE001 - see below
                 # The console must not go blind for good because of one odd answer.
-                log.exception("fleet_sample_crashed")
+                log_crash("fleet_sample_crashed", error)
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     async def _sample_one(self, replica: Replica) -> None:

@@ -20,6 +20,7 @@ from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.db import Adapter, AdapterVersion, BaseModel
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import NotFoundError, UnavailableError
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.registry import queries
 from loraplex_platform.registry.errors import AdapterRejectedError
@@ -84,7 +85,7 @@ class AdapterIntake:
         try:
             await asyncio.to_thread(self._store.put, upload.folder, verdict.digest)
         except OSError as error:
-            log.exception("adapter_store_failed", error=type(error).__name__)
+            log_crash("adapter_store_failed", error)
             raise UnavailableError(
                 "The adapter store cannot be written; try again later.",
                 code="store_unavailable",

@@ -1,0 +1,102 @@
+"""What a fresh installation is given; doing it again changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loraplex_platform.control import bootstrap
+from loraplex_platform.db import AuditLog, BaseModel, Deployment, DeploymentRevision, User
+from loraplex_platform.db.session import Database
+from loraplex_platform.registry.base_model import BaseModelError
+from pydantic import SecretStr, ValidationError
+from sqlalchemy import func, select
+
+from tests.platform.control.stand import (
+    BASE,
+    PASSWORD,
+    Stand,
+    cheap_passwords,
+    settings_for,
+    write_model,
+)
+
+
+async def test_ensure_is_idempotent_also_at_once(
+    db_url: str, db: Database, redis_url: str, short_tmp_path: Path
+) -> None:
+    write_model(short_tmp_path / "model")
+    settings = settings_for(db_url, redis_url, short_tmp_path)
+
+    made = await asyncio.gather(
+        *(
+            bootstrap.ensure(
+                settings, admin_email="Admin@Example.com", admin_password=SecretStr(PASSWORD)
+            )
+            for _ in range(3)
+        )
+    )
+
+    assert len({ensured.base_model.id for ensured in made}) == 1
+    async with db.sessions() as session:
+        counts = [
+            await session.scalar(select(func.count()).select_from(table))
+            for table in (BaseModel, Deployment, DeploymentRevision, User)
+        ]
+        [deployment] = (await session.scalars(select(Deployment))).all()
+        [user] = (await session.scalars(select(User))).all()
+    assert counts == [1, 1, 1, 1]
+    assert (deployment.tenant_id, deployment.public_name) == (None, BASE)
+    assert (user.email, user.platform_role) == ("admin@example.com", "admin")
+
+
+async def test_other_weights_under_the_same_name_are_another_revision(
+    db_url: str, db: Database, redis_url: str, short_tmp_path: Path
+) -> None:
+    model = write_model(short_tmp_path / "model")
+    settings = settings_for(db_url, redis_url, short_tmp_path)
+    first = (await bootstrap.ensure(settings)).base_model
+
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    second = (await bootstrap.ensure(settings)).base_model
+
+    assert first.id != second.id
+    assert first.tokenizer_sha256 == second.tokenizer_sha256
+    async with db.sessions() as session:
+        [deployment] = (await session.scalars(select(Deployment))).all()
+        revisions = (
+            await session.scalars(select(DeploymentRevision).order_by(DeploymentRevision.number))
+        ).all()
+    assert [r.base_model_id for r in revisions] == [first.id, second.id]
+    assert deployment.current_revision_id == revisions[1].id
+
+
+async def test_an_admin_is_brought_in_line(stand: Stand) -> None:
+    sessions, passwords = stand.db.sessions, cheap_passwords()
+    await stand.login("viewer", "boss@example.com")
+
+    other = SecretStr("another password")
+    user = await bootstrap.ensure_admin_user(sessions, passwords, "boss@example.com", other)
+    again = await bootstrap.ensure_admin_user(sessions, passwords, "boss@example.com", other)
+
+    assert user.id == again.id
+    login = {"email": "boss@example.com", "password": "another password"}
+    answer = await stand.client(None).post("/admin/v1/sessions", json=login)
+    assert answer.json()["user"]["role"] == "admin"
+    async with sessions() as session:
+        actions = (await session.scalars(select(AuditLog.action))).all()
+    assert actions.count("user.reset") == 1
+    with pytest.raises(ValidationError):
+        await bootstrap.ensure_admin_user(sessions, passwords, "x@y.z", SecretStr("short"))
+
+
+async def test_a_folder_that_is_no_model_says_what_is_missing(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    model = write_model(short_tmp_path / "model")
+    (model / "model.safetensors").unlink()
+
+    with pytest.raises(BaseModelError, match="models pull"):
+        await bootstrap.ensure(settings_for(db_url, redis_url, short_tmp_path))
