@@ -124,7 +124,9 @@ class Router:
         lengths = [
             replica.max_model_len
             for replica in self._replicas.values()
-            if replica.record.base_model == base_model and replica.client.welcome is not None
+            if replica.record.base_model == base_model
+            and replica.client.welcome is not None
+            and replica.max_model_len > 0  # 0: it listens, but its model is still loading
         ]
         return min(default, max(lengths, default=default))
 
