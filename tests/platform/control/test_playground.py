@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,10 @@ from loraplex_platform.tenancy.authentication import authenticate
 
 from tests.platform.control.stand import ADMIN_KEY, Stand, error_of
 from tests.support.metering import PEPPER, run_sql
+from tests.support.processes import until
 
 CHAT = {"model": "capitals", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 EVENTS = [b'data: {"a": 1}\n\n', b'data: {"b": 2}\n\n', b"data: [DONE]\n\n"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

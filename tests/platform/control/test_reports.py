@@ -44,7 +44,7 @@ async def test_usage_is_grouped_and_priced_exactly(stand: Stand) -> None:
     }  # fmt: skip
     assert rows["acme"]["tenant_id"] == format_id("tenant", acme.tenant_id)
     assert (rows["acme"]["requests"], rows["acme"]["completion_tokens"]) == (3, 60)
-    whole, _, fraction = rows["acme"]["cost_usd"].partition(".")
+    _whole, _, fraction = rows["acme"]["cost_usd"].partition(".")
     assert len(fraction) == 12
     pico = {slug: int(row["cost_usd"].replace(".", "")) for slug, row in rows.items()}
     assert pico["acme"] == 3 * pico["globex"] > 0
@@ -139,7 +139,7 @@ async def test_the_request_log_is_metadata_of_one_tenant_or_all(stand: Stand) ->
         "user",
     )
     assert settled["key_id"] == format_id("api_key", acme.key_id)
-    assert parse_id("request", settled["id"])
+    assert parse_id("request", settled["id"]).version == 7
 
 
 async def test_invariants_are_shown_check_by_check(stand: Stand) -> None:

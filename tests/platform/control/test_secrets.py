@@ -33,8 +33,8 @@ async def test_secrets_stay_out_of_logs_database_and_audit(
     tenant = await stand.tenant("acme")
     path = f"/admin/v1/tenants/{tenant['id']}"
     secrets = [ADMIN_KEY, PASSWORD, PEPPER.get_secret_value(), CANARY]
-    for options in ({}, {"headers": {"idempotency-key": "k"}}):
-        made = await stand.admin.post(f"{path}/keys", json={"name": "a"}, **options)
+    for headers in ({}, {"idempotency-key": "k"}):
+        made = await stand.admin.post(f"{path}/keys", json={"name": "a"}, headers=headers)
         secrets.append(made.json()["secret"])
     client = await stand.login("admin")
     secrets.append(client.cookies["loraplex_session"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from loraplex_platform.errors import InvalidApiKeyError, RevokedKeyError
 from loraplex_platform.tenancy.authentication import authenticate
 
 from tests.platform.control.stand import Stand, error_of
 from tests.support.metering import PEPPER
-
-import pytest
 
 
 async def test_a_tenant_is_created_listed_and_read(stand: Stand) -> None:
