@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
+import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -20,6 +21,8 @@ from sqlalchemy import Connection, create_engine, exc, pool, text
 
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.settings import DatabaseSettings
+
+log = structlog.get_logger(__name__)
 
 LOCK_ID = 0x6C6F7261  # "lora"
 
@@ -104,6 +107,18 @@ def wait_until_current(settings: DatabaseSettings, *, patience_s: float = 30.0) 
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
+
+
+def refuse_other_schema(settings: DatabaseSettings) -> None:
+    """`check` for processes that start without the database and serve 503 until it is there.
+
+    Raises:
+        SchemaMismatchError: it is there, and behind or ahead.
+    """
+    try:
+        check(settings)
+    except DatabaseUnavailableError as error:
+        log.warning("schema_not_checked", reason=error.message)
 
 
 def compare_with_models(settings: DatabaseSettings) -> None:

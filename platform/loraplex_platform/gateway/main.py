@@ -19,6 +19,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from loraplex_platform.db.migrate import SchemaMismatchError, refuse_other_schema
 from loraplex_platform.gateway.app import create_app, open_gateway
 from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
@@ -45,9 +46,10 @@ def run(settings: GatewaySettings, *, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code."""
     configure_logging(settings.log_level, settings.log_format)
     try:
+        refuse_other_schema(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings, port_file=port_file))
-    except ModelFolderError as error:
+    except (ModelFolderError, SchemaMismatchError) as error:
         log.error("gateway_cannot_start", reason=str(error))
         return 2
     except OSError as error:

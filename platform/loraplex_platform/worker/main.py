@@ -24,6 +24,8 @@ from loraplex_platform.worker.app import Worker, open_worker
 
 log = structlog.get_logger(__name__)
 
+PATIENCE_S = 30.0  # for a database that is still starting
+
 
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling."""
@@ -37,7 +39,7 @@ def run(settings: WorkerSettings, *, port_file: Path | None = None) -> int:
     """Work until SIGTERM or SIGINT; the process's exit code, 2 when it cannot start."""
     configure_logging(settings.log_level, settings.log_format)
     try:
-        wait_until_current(settings)
+        wait_until_current(settings, patience_s=PATIENCE_S)
         with socket.create_server((settings.worker_host, settings.worker_port)) as listener:
             asyncio.run(serve(settings, listener, port_file=port_file))
     except (SchemaMismatchError, DatabaseUnavailableError, OSError) as error:

@@ -81,3 +81,11 @@ def test_a_database_that_is_down_is_unavailable() -> None:
 
     with pytest.raises(DatabaseUnavailableError):
         migrate.check(settings)
+
+
+def test_a_process_that_needs_no_database_to_start_still_refuses_a_wrong_one(
+    postgres_server: PostgresServer,
+) -> None:
+    migrate.refuse_other_schema(database_settings("postgresql://postgres@/loraplex?host=/nowhere"))
+    with postgres_server.empty() as url, pytest.raises(migrate.SchemaMismatchError):
+        migrate.refuse_other_schema(database_settings(url))

@@ -22,9 +22,12 @@ from loraplex_engine.protocol import REPLICA_KEY_PREFIX, Generate, SamplingParam
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
-from loraplex_platform.worker import loops
+from loraplex_platform.settings import WorkerSettings
+from loraplex_platform.worker import loops, main
 from loraplex_platform.worker.loops import Loop, LoopMetrics
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from tests.support.engines import replica_record
 from tests.support.fake_engine import FakeEngine, Script
@@ -134,16 +137,20 @@ async def test_a_worker_finds_the_engine_settles_and_ends_in_order(
     assert events(short_tmp_path)[-1] == "worker_stopped"
 
 
-def test_a_worker_refuses_a_database_that_is_not_migrated(
-    postgres_server: PostgresServer, short_tmp_path: Path
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_worker_refuses_a_database_that_is_down_or_not_migrated(
+    postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    with (
-        postgres_server.empty() as url,
-        worker(short_tmp_path, database_url=url) as process,
-    ):
-        assert process.wait(60) == 2
+    monkeypatch.setattr(main, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(main, "PATIENCE_S", 0.0)
+    with postgres_server.empty() as url, capture_logs() as logs:
+        settings = WorkerSettings(
+            database_url=SecretStr(url if is_there else "postgresql://x@/x?host=/nowhere")
+        )
+        assert main.run(settings) == 2
 
-    assert "loraplex migrate" in (short_tmp_path / "log").read_text()
+    assert logs[-1]["event"] == "worker_cannot_start"
+    assert ("loraplex migrate" if is_there else "not available") in logs[-1]["reason"]
 
 
 async def test_a_loop_outlives_failures_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
