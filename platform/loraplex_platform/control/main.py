@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 
 from loraplex_platform.control.app import create_app
+from loraplex_platform.db.migrate import SchemaMismatchError, refuse_other_schema
 from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy import keys
@@ -72,8 +73,9 @@ def run(settings: ControlSettings, *, port_file: Path | None = None) -> int:
     configure_logging(settings.log_level, settings.log_format)
     try:
         _check(settings)
+        refuse_other_schema(settings)
         listener = _listen(settings.control_host, settings.control_port)
-    except ControlStartError as error:
+    except (ControlStartError, SchemaMismatchError) as error:
         log.error("control_cannot_start", reason=str(error))
         return 2
     port = listener.getsockname()[1]
