@@ -215,12 +215,18 @@ class EngineServer:
         self._port.changed.clear()
         self._watchdog.check()
 
+    @property
+    def is_step_thread_alive(self) -> bool:
+        """After `finish`: a thread is stuck in native code, so the process must not unwind."""
+        return self._loop.is_alive
+
     def finish(self) -> int:
         """Stop all threads and free everything; returns the exit code."""
-        has_stopped = self._loop.stop(timeout_s=_FLUSH_S)
+        is_loading = self._facts is None  # which nothing can interrupt, and nothing is lost by
+        has_stopped = self._loop.stop(timeout_s=0.0 if is_loading else _FLUSH_S)
         self._port.stop()
         failure = self._port.failure
-        if failure is None and not has_stopped:
+        if failure is None and not has_stopped and not is_loading:
             failure = "the step loop did not end"
         if self._registry is not None:
             self._registry.stop()

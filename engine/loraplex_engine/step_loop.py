@@ -161,6 +161,11 @@ class StepLoop:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def stalled_s(self) -> float:
         """Seconds for which there has been work to compute and no step was completed; 0: fine."""
         progress_at = self._progress_at

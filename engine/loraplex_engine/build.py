@@ -1,0 +1,152 @@
+"""Puts an engine together from its parts: model, runner, adapters, core.
+
+`assemble_engine` is what the server runs; `build_engine` gives tests and benchmarks the bare core.
+Call either on the thread that will step the engine: torch's threads are set for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from loraplex_engine.artifact import ModelShape
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.convert import cache_dir
+from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.errors import AdapterUnavailableError, ConfigError
+from loraplex_engine.fingerprint import fingerprint_model
+from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.protocol import EngineStats
+from loraplex_engine.row_rule import check_row_rule
+from loraplex_engine.runner import ModelRunner, build_runner, load_model
+from loraplex_engine.step import AdapterPool
+from loraplex_engine.step_loop import ReplicaFacts
+
+log = structlog.get_logger(__name__)
+
+
+class NoAdapters:
+    """The adapter pool of an engine without a store: base model only."""
+
+    def prefetch(self, digest: str) -> None:
+        """Nothing to load from."""
+
+    def lease(self, digest: str) -> int | None:
+        """Raises `AdapterUnavailableError`, always."""
+        raise AdapterUnavailableError(
+            "this replica has no adapter store; start it with --store-url"
+        )
+
+    def release(self, digest: str) -> None:
+        """Never called: nothing is leased."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledEngine:
+    """`step_loop.Engine`: the core and what it works with."""
+
+    core: EngineCore
+    facts: ReplicaFacts
+    runner: ModelRunner
+    lora: Lora | None
+
+    def prefetch(self, digest: str) -> None:
+        """Start loading an adapter."""
+        if self.lora is not None:
+            self.lora.pool.prefetch(digest)
+
+    def stats(self) -> EngineStats:
+        """The core's, with the adapter tiers."""
+        stats = self.core.stats()
+        if self.lora is None:
+            return stats
+        pool = self.lora.pool.stats()
+        return msgspec.structs.replace(
+            stats, adapters_resident=list(pool.resident), adapters_host=list(pool.host)
+        )
+
+    def close(self) -> None:
+        """Stop the adapter loaders."""
+        if self.lora is not None:
+            self.lora.pool.close()
+
+
+def assemble_engine(
+    config: EngineConfig, *, image: str = "", cache: Path | None = None
+) -> AssembledEngine:
+    """Load the model and make everything ready for the first request.
+
+    Args:
+        image: digest of the container image, if any: part of the fingerprint.
+        cache: for compiled kernels and fetched adapters; None: LORAPLEX_CACHE_DIR.
+
+    Raises:
+        ModelError, ConfigError: the model folder or a setting is wrong.
+    """
+    cache = cache or cache_dir()
+    model, sizes = load_model(config)
+    lora = None
+    if config.store_url is not None:
+        try:
+            lora = open_lora(
+                store_url=config.store_url,
+                shape=ModelShape.from_config_json(config.model_dir / "config.json"),
+                cache_dir=cache,
+                max_loras=config.max_loras,
+                max_cpu_loras=config.max_cpu_loras,
+                max_lora_rank=config.max_lora_rank,
+            )
+        except ValueError as error:
+            raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+    runner = build_runner(
+        config,
+        model,
+        sizes,
+        lora=lora.backend if lora else None,
+        slots=lora.pool if lora else None,
+    )
+    report = check_row_rule(runner)
+    adapters: AdapterPool = lora.pool if lora else NoAdapters()
+    core = build_core(
+        config,
+        sizes,
+        runner,
+        adapters,
+        vocab_size=model.config.num_token_ids,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    attention = runner.attention
+    facts = ReplicaFacts(
+        model_fingerprint=fingerprint_model(config.model_dir, dtype=dtype, image=image),
+        kv_format=f"{attention.name}/block{config.block_size}/{dtype}/tp1",
+        device="cpu",
+        isa=torch.backends.cpu.get_cpu_capability(),
+        dtype=dtype,
+        torch_version=str(torch.__version__),
+        backends={
+            "attention": attention.name,
+            "lora": lora.name if lora else "none",
+            "linear": model.linear_name,
+        },
+        max_model_len=sizes.max_model_len,
+        row_rule_holds=report.holds,
+    )
+    log.info(
+        "engine_assembled",
+        num_blocks=sizes.num_blocks,
+        kv_bytes=sizes.num_blocks * config.block_size * sizes.kv_bytes_per_token,
+        num_threads=torch.get_num_threads(),
+        row_rule_checks=report.num_checks,
+        row_rule_s=round(report.duration_s, 2),
+    )
+    return AssembledEngine(core, facts, runner, lora)
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """A core ready to `add` and `step`; same errors as `assemble_engine`."""
+    return assemble_engine(config).core
