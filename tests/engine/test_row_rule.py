@@ -1,0 +1,89 @@
+"""The self-check finds nothing on a sound runner and names what is broken on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.row_rule import ROW_COUNTS, check_row_rule
+from loraplex_engine.runner import ModelRunner, RunnerLimits
+from torch import Tensor
+
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+LIMITS = RunnerLimits(num_blocks=40, block_size=16, max_num_seqs=4, max_model_len=256)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
+    model = load_decoder(write_tiny_model(tmp_path, TinyShape(num_layers=1)), torch.float32)
+    attention = TorchAttention(model.attention_shape, num_blocks=40, block_size=16)
+    return ModelRunner(model, attention, LIMITS)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[structlog.typing.EventDict]]:
+    with structlog.testing.capture_logs() as events:
+        yield events
+
+
+def test_a_sound_runner_passes_without_a_word(
+    runner: ModelRunner, logged: list[structlog.typing.EventDict]
+) -> None:
+    report = check_row_rule(runner)
+
+    assert report.failures == ()
+    assert report.holds
+    assert report.num_checks > 5 * len(ROW_COUNTS)
+    assert logged == []
+
+
+class _Wrapped:
+    """A linear whose last row is a little off when the row count is odd."""
+
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self._inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._inner(x).clone()
+        if x.shape[0] % 2:
+            y[-1] += 1e-6
+        return y
+
+
+def test_a_row_that_depends_on_the_count_is_found_though_it_is_the_last(
+    runner: ModelRunner, logged: list[structlog.typing.EventDict]
+) -> None:
+    runner.model.lm_head = _Wrapped(runner.model.lm_head)
+
+    report = check_row_rule(runner)
+
+    odd = [count for count in ROW_COUNTS if count % 2]
+    assert list(report.failures) == [f"linear 48 -> 131 at {count} rows" for count in odd]
+    assert not report.holds
+    assert [event["event"] for event in logged] == ["row_rule_fails"]
+
+
+@pytest.mark.parametrize("kind", ["batch", "chunk"])
+def test_attention_that_depends_on_company_is_found(runner: ModelRunner, kind: str) -> None:
+    forward = runner.attention.forward
+
+    def off(q: Tensor, kv: Tensor, plan: object) -> Tensor:
+        out = forward(q, kv, plan)
+        num_singles = sum(len(group.token_b) for group in plan.groups)
+        if (kind == "batch" and num_singles > 3) or (kind == "chunk" and plan.sequences):
+            out[0] *= 1 + 1e-6
+        return out
+
+    runner.attention.forward = off
+
+    report = check_row_rule(runner)
+
+    assert report.failures
+    assert all(f"attention {kind}" in failure for failure in report.failures)
