@@ -357,7 +357,7 @@ async def _chunks(
     has_begun = False
     event = first
     while True:
-        if isinstance(event, TextPiece | Finished) and not has_begun:
+        if isinstance(event, Started | TextPiece | Finished) and not has_begun:
             has_begun = True
             for json in answer.first_frames():
                 yield frame(json)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from loraplex_platform.db import Gateway as GatewayRow
 from loraplex_platform.db import Request
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.gateway.errors import GatewayDrainingError
@@ -455,3 +456,49 @@ async def test_renewing_nothing_is_nothing(stand: Stand) -> None:
     await stand.gateway.pumps.renew_once()
 
     assert await metering.renew(stand.gateway.sessions, list[Renewal]()) == set()
+
+
+# ---------------------------------------------------------------------------- being seen
+
+
+async def test_each_ending_is_counted_once(own_stand: Stand) -> None:
+    stand = own_stand
+
+    def count(name: str, **labels: str) -> float:
+        return stand.gateway.metrics.registry.get_sample_value(f"loraplex:{name}", labels) or 0
+
+    stand.engine.script = says("three")
+    answer = await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+    stand.engine.script = Script(reject="queue_full")
+    with pytest.raises(openai.InternalServerError):
+        await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
+    stand.engine.script = Script(token_ids=[70, 71], error_after=2)
+    with pytest.raises(openai.InternalServerError):
+        await stand.client.completions.create(model=BASE, prompt="x")
+    await stand.settled()
+
+    assert answer.usage is not None
+    assert count("gateway_requests_finished_total", reason="stop") == 1
+    assert count("gateway_requests_finished_total", reason="rejected") == 1
+    assert count("gateway_requests_finished_total", reason="fault") == 1
+    assert count("gateway_tokens_total", token_class="billed") == answer.usage.completion_tokens
+    assert count("gateway_tokens_total", token_class="absorbed") == 2
+    # One per request that got a first token; one gap per further token.
+    assert count("time_to_first_token_seconds_count", endpoint="chat.completions") == 1
+    assert count("time_to_first_token_seconds_count", endpoint="completions") == 1
+    assert (
+        count("inter_token_latency_seconds_count", endpoint="chat.completions")
+        == answer.usage.completion_tokens - 1
+    )
+    assert count("e2e_request_latency_seconds_count", endpoint="chat.completions") == 2
+    assert count("http_requests_total", endpoint="/v1/chat/completions", code="503") == 1
+    assert count("gateway_requests_in_flight") == 0
+    await stand.check_books()
+
+
+async def test_the_gateway_shows_itself_in_the_database(stand: Stand) -> None:
+    async def is_seen() -> bool:
+        async with stand.db.sessions() as session:
+            return await session.get(GatewayRow, "gw-test") is not None
+
+    await eventually(is_seen)
