@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from loraplex_engine.artifact import ModelShape
+from loraplex_engine.attention.setup import open_attention
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
@@ -22,6 +23,7 @@ from loraplex_engine.fingerprint import fingerprint_model
 from loraplex_engine.lora.setup import Lora, open_lora
 from loraplex_engine.protocol import EngineStats
 from loraplex_engine.row_rule import check_row_rule
+from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
 from loraplex_engine.step import AdapterPool
 from loraplex_engine.step_loop import ReplicaFacts
@@ -102,14 +104,21 @@ def assemble_engine(
             )
         except ValueError as error:
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+    attention = open_attention(
+        model.attention_shape,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size,
+        cache_dir=cache,
+        num_threads=torch.get_num_threads(),
+    )
     runner = build_runner(
         config,
         model,
         sizes,
+        attention=attention,
         lora=lora.backend if lora else None,
         slots=lora.pool if lora else None,
     )
-    report = check_row_rule(runner)
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     core = build_core(
         config,
@@ -120,29 +129,33 @@ def assemble_engine(
         eos_token_ids=frozenset(model.config.eos_token_ids),
     )
     dtype = str(model.dtype).removeprefix("torch.")
-    attention = runner.attention
+    fingerprint = fingerprint_model(config.model_dir, dtype=dtype, image=image)
+    backends = {
+        "attention": attention.name,
+        "lora": lora.name if lora else "none",
+        "linear": model.linear_name,
+    }
+    row_rule_holds = recall_or_check(
+        cache / "row_rule",
+        {"model": fingerprint, "backends": backends, "block_size": config.block_size},
+        lambda: check_row_rule(runner).holds,
+    )
     facts = ReplicaFacts(
-        model_fingerprint=fingerprint_model(config.model_dir, dtype=dtype, image=image),
+        model_fingerprint=fingerprint,
         kv_format=f"{attention.name}/block{config.block_size}/{dtype}/tp1",
         device="cpu",
         isa=torch.backends.cpu.get_cpu_capability(),
         dtype=dtype,
         torch_version=str(torch.__version__),
-        backends={
-            "attention": attention.name,
-            "lora": lora.name if lora else "none",
-            "linear": model.linear_name,
-        },
+        backends=backends,
         max_model_len=sizes.max_model_len,
-        row_rule_holds=report.holds,
+        row_rule_holds=row_rule_holds,
     )
     log.info(
         "engine_assembled",
         num_blocks=sizes.num_blocks,
         kv_bytes=sizes.num_blocks * config.block_size * sizes.kv_bytes_per_token,
         num_threads=torch.get_num_threads(),
-        row_rule_checks=report.num_checks,
-        row_rule_s=round(report.duration_s, 2),
     )
     return AssembledEngine(core, facts, runner, lora)
 

@@ -1,0 +1,296 @@
+"""A whole replica around a tiny random model: adapters, aborts, and the same tokens for all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.build import assemble_engine, build_engine
+from loraplex_engine.client import EngineClient, EngineRejectedError
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.errors import ConfigError, ModelError
+from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
+from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
+from loraplex_engine.row_rule_verdict import recall_or_check
+from loraplex_engine.server import EngineServer, ServerOptions
+
+from tests.support.adapter_files import make_adapter
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+DEADLINE_S = 60.0
+RANKS = (4, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lpx-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def model_dir(folder: Path) -> Path:
+    (folder / "model").mkdir()
+    return write_tiny_model(folder / "model", TinyShape(num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def digests(folder: Path, model_dir: Path) -> list[str]:
+    shape = ModelShape.from_config_json(model_dir / "config.json")
+    store = AdapterStore(f"file://{folder}/store")
+    digests = []
+    for rank in RANKS:
+        source = folder / f"adapter-{rank}"
+        adapter = make_adapter(source, shape, rank=rank, linears=("q_proj", "down_proj"), size=0.5)
+        store.put(source, adapter.digest)
+        digests.append(adapter.digest)
+    return digests
+
+
+def make_config(folder: Path, **changes: object) -> EngineConfig:
+    settings = {
+        "model_dir": folder / "model",
+        "base_model": "tiny",
+        "dtype": "float32",
+        "num_blocks": 96,
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": 64,
+        "max_loras": 2,
+        "max_cpu_loras": 3,
+        "store_url": f"file://{folder}/store",
+        "num_threads": 1,
+    }
+    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]  # by name
+
+
+@dataclass
+class Replica:
+    server: EngineServer
+    client: EngineClient
+
+
+@pytest.fixture
+async def replica(folder: Path, digests: list[str]) -> AsyncIterator[Replica]:
+    config = make_config(folder)
+    options = ServerOptions(
+        address=f"ipc://{folder}/run/e.sock", replica_id="e0", journal_dir=folder / "journal"
+    )
+    server = EngineServer(config, options, lambda: assemble_engine(config, cache=folder / "cache"))
+    server.start()
+    async with EngineClient(options.address, gateway_id="g", heartbeat_s=0.05) as client:
+        await client.connect()
+        await eventually(lambda: client.is_ready)
+        yield Replica(server, client)
+        await asyncio.to_thread(server.drain, 0.0)
+    assert await asyncio.to_thread(server.finish) == 0
+
+
+async def eventually(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_true():  # noqa: ASYNC110 - polls what other threads change
+            await asyncio.sleep(0.01)
+
+
+def make_request(name: str, prompt: list[int], adapter: str | None, max_tokens: int) -> Generate:
+    return Generate(
+        request_id=name,
+        attempt=1,
+        lease_token=1,
+        tenant_id="t",
+        tenant_salt=b"s",
+        prompt_token_ids=prompt,
+        adapter_digest=adapter,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )
+
+
+async def run(client: EngineClient, request: Generate, stop_at: int = 10**6) -> list[TokenEvent]:
+    stream = await client.generate(request)
+    events: list[TokenEvent] = []
+    num_tokens = 0
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in stream:
+            events.append(event)
+            num_tokens += len(event.token_ids)
+            if num_tokens >= stop_at:
+                stream.abort()
+    return events
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
+async def test_a_mixed_crowd_with_random_aborts_equals_alone_and_leaves_nothing(
+    replica: Replica, digests: list[str]
+) -> None:
+    rng = random.Random(11)
+    client = replica.client
+    choices = [None, *digests]
+    prompts = [[rng.randrange(3, 131) for _ in range(rng.randrange(1, 70))] for _ in range(4)]
+    alone = {
+        (i, adapter): tokens_of(
+            await run(client, make_request(f"alone-{i}-{j}", prompts[i], adapter, 12))
+        )
+        for i in range(len(prompts))
+        for j, adapter in enumerate(choices)
+    }
+    assert len({tuple(alone[0, adapter]) for adapter in choices}) == len(choices)
+
+    picks = [(rng.randrange(len(prompts)), rng.choice(choices)) for _ in range(64)]
+    stops = [rng.choice([10**6, 10**6, 0, 1, 5]) for _ in picks]
+    crowd = await asyncio.gather(
+        *(
+            run(client, make_request(f"crowd-{n}", prompts[i], adapter, 12), stops[n])
+            for n, (i, adapter) in enumerate(picks)
+        )
+    )
+    stats = await client.stats()
+    entries = (await client.read_journal(0)).entries
+
+    for pick, events, stop in zip(picks, crowd, stops, strict=True):
+        ids = tokens_of(events)
+        assert ids == alone[pick][: len(ids)]
+        assert events[-1].finish_reason in ({"length"} if stop > 12 else {"length", "abort"})
+        assert events[-1].usage is not None
+        assert events[-1].usage.completion_tokens == len(ids)
+    assert (stats.num_running, stats.num_waiting, stats.adapter_leases) == (0, 0, 0)
+    assert stats.kv_blocks_free == stats.kv_blocks_total == 96
+    assert stats.max_adapters_in_step == 2
+    assert stats.mixed_steps_total > 0
+    assert len(stats.adapters_resident) == 2
+    assert set(stats.adapters_host) == set(digests)
+    assert sum(e.usage.completion_tokens for e in entries) == stats.generation_tokens_total
+
+
+async def test_adapters_that_are_missing_or_malformed(replica: Replica, folder: Path) -> None:
+    missing = "sha256:" + "0" * 64
+
+    events = await run(replica.client, make_request("missing", [5], missing, 4))
+    with pytest.raises(EngineRejectedError):
+        await run(replica.client, make_request("malformed", [5], "sha256:x", 4))
+
+    assert events[-1].finish_reason == "error"
+    assert events[-1].error_code == "adapter_unavailable"
+    assert len(tokens_of(await run(replica.client, make_request("after", [5], None, 4)))) == 4
+
+
+async def test_ids_beyond_the_vocabulary_are_refused(replica: Replica) -> None:
+    with pytest.raises(EngineRejectedError) as caught:
+        await run(replica.client, make_request("r", [131], None, 4))
+
+    assert caught.value.code == "invalid_request"
+
+
+def test_without_a_store_only_the_base_runs(
+    folder: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_CACHE_DIR", str(folder / "cache"))
+    core = build_engine(make_config(folder, store_url=None))
+    core.add(make_request("base", [5, 6], None, 3))
+    core.add(make_request("adapter", [5, 6], "sha256:" + "1" * 64, 3))
+
+    events: list[TokenEvent] = []
+    while core.has_work():
+        events += core.step()
+
+    reasons = {e.request_id: e.finish_reason for e in events if e.finish_reason is not None}
+    assert reasons == {"base": "length", "adapter": "error"}
+    core.check()
+
+
+def test_a_folder_without_a_model_or_a_bad_store_url_says_so(
+    folder: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError):
+        assemble_engine(make_config(folder, model_dir=tmp_path), cache=tmp_path)
+    with pytest.raises(ConfigError, match="store-url"):
+        assemble_engine(make_config(folder, store_url="nonsense"), cache=folder / "cache")
+
+
+# ---------------------------------------------------------------------------- fingerprint
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) -> None:
+    seen = {
+        fingerprint_model(small_model, dtype="float32"),
+        fingerprint_model(small_model, dtype="bfloat16"),
+        fingerprint_model(small_model, dtype="float32", image="sha256:1"),
+    }
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
+        (small_model / name).write_text("changed")
+        seen.add(fingerprint_model(small_model, dtype="float32"))
+    (small_model / "generation_config.json").write_text("{}")
+    seen.add(fingerprint_model(small_model, dtype="float32"))
+
+    assert len(seen) == 8
+    assert fingerprint_model(small_model, dtype="float32") in seen
+
+
+def test_digests_are_kept_beside_the_model(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fingerprint_model(small_model, dtype="float32")
+    monkeypatch.setattr("loraplex_engine.fingerprint._sha256", None)  # nothing may be hashed now
+
+    assert fingerprint_model(small_model, dtype="float32") == first
+
+
+def test_a_damaged_digest_cache_is_made_again(small_model: Path) -> None:
+    first = fingerprint_model(small_model, dtype="float32")
+    (small_model / CACHE_NAME).write_text("{broken")
+
+    assert fingerprint_model(small_model, dtype="float32") == first
+
+
+def test_a_folder_that_cannot_be_written_still_has_a_fingerprint(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, data: bytes) -> int:
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+
+    assert fingerprint_model(small_model, dtype="float32").startswith("sha256:")
+    assert not (small_model / CACHE_NAME).exists()
+
+
+# ---------------------------------------------------------------------------- row rule verdicts
+
+
+def test_a_verdict_is_recalled_for_the_same_subject_only(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def check(answer: bool, name: str) -> Callable[[], bool]:
+        def run_check() -> bool:
+            asked.append(name)
+            return answer
+
+        return run_check
+
+    one, two = {"model": "1"}, {"model": "2"}
+    assert not recall_or_check(tmp_path, one, check(False, "fails"))
+    assert recall_or_check(tmp_path, one, check(True, "holds"))  # a failure is not remembered
+    assert recall_or_check(tmp_path, one, check(True, "again"))
+    assert recall_or_check(tmp_path, two, check(True, "other"))
+
+    assert asked == ["fails", "holds", "other"]
+
+
+def test_no_stray_threads_are_left() -> None:
+    names = {thread.name for thread in threading.enumerate()}
+
+    assert not names & {"step-loop", "gateway-port", "health-http", "registry"}
