@@ -432,16 +432,22 @@ SELECT loraplex_make_partitions(2);
 ROLE = """
 DO $$
 BEGIN
-    CREATE ROLE loraplex_app NOLOGIN;
+    -- Roles belong to the server: another database of ours, or an administrator, may have made it.
+    IF to_regrole('loraplex_app') IS NULL THEN
+        CREATE ROLE loraplex_app NOLOGIN;
+    END IF;
 EXCEPTION WHEN duplicate_object OR unique_violation THEN
-    NULL;  -- roles belong to the server: another database of ours made it
+    NULL;  -- by someone else, just now
 END
 $$;
 DO $$
 BEGIN
-    IF NOT pg_has_role(current_user, 'loraplex_app', 'MEMBER') THEN
+    -- So that serving processes, which log in as we do, may switch to it. A superuser may anyway.
+    IF NOT (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
         EXECUTE format('GRANT loraplex_app TO %I', current_user);
     END IF;
+EXCEPTION WHEN insufficient_privilege THEN
+    NULL;  -- an administrator made the role, and says who is in it
 END
 $$;
 GRANT USAGE ON SCHEMA @@SCHEMA@@ TO loraplex_app;
