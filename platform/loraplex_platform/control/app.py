@@ -15,7 +15,7 @@ import structlog
 from fastapi import FastAPI
 from loraplex_engine.artifact import AdapterStore
 
-from loraplex_platform.control import bootstrap, docs, health, login
+from loraplex_platform.control import bootstrap, docs, health, housekeeping, login
 from loraplex_platform.control.context import ControlContext
 from loraplex_platform.control.errors import install_error_handlers
 from loraplex_platform.control.metrics import ControlMetrics
@@ -111,6 +111,7 @@ async def _open(
     stack: AsyncExitStack, settings: ControlSettings, metrics: ControlMetrics, passwords: Passwords
 ) -> ControlContext:
     sessions = (await stack.enter_async_context(open_database(settings))).sessions
+    await stack.enter_async_context(housekeeping.running(sessions))
     base_model = await bootstrap.ensure_base_model(sessions, settings)
     client_id = f"control-{secrets.token_hex(4)}"
     redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()

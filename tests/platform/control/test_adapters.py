@@ -21,6 +21,7 @@ from loraplex_platform.metering.invariants import check_invariants
 from sqlalchemy import select
 
 from tests.platform.control.stand import ADMIN_KEY, AdapterFiles, Stand, adapter, error_of
+from tests.platform.control.test_playground import serving
 from tests.support.adapter_files import (
     TINY_SHAPE,
     Array,
@@ -369,7 +370,18 @@ async def test_uploads_over_the_cap_end_early(
             headers={"content-type": "multipart/form-data; boundary=x"},
         )
         error_of(chunked, 413, "request_too_large")
-        assert (await stand.admin.get("/live")).status_code == 200
+
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        async with serving(stand.app) as url, httpx.AsyncClient(headers=headers) as client:
+            # On a socket too, and the connection stays usable: the rest is read and dropped.
+            for size in (4 << 20, 20_000):
+                answer = await client.post(
+                    f"{url}/admin/v1/tenants/{tenant_id}/adapters",
+                    data={"name": "a"},
+                    files={"adapter_model": ("adapter_model.safetensors", b"x" * size)},
+                )
+                error_of(answer, 413, "request_too_large")
+            assert (await client.get(f"{url}/live")).status_code == 200
 
 
 async def test_a_check_beyond_its_memory_is_refused_and_the_service_lives(

@@ -21,6 +21,7 @@ from tests.platform.control.stand import (
     settings_for,
     write_model,
 )
+from tests.support.metering import run_sql
 
 
 async def test_ensure_is_idempotent_also_at_once(
@@ -90,6 +91,28 @@ async def test_an_admin_is_brought_in_line(stand: Stand) -> None:
     assert actions.count("user.reset") == 1
     with pytest.raises(ValidationError):
         await bootstrap.ensure_admin_user(sessions, passwords, "x@y.z", SecretStr("short"))
+
+
+async def test_housekeeping_deletes_what_is_over_and_nothing_else(stand: Stand) -> None:
+    from loraplex_platform.control import housekeeping
+    from loraplex_platform.db import IdempotencyRecord, LoginThrottle, Session
+
+    client = await stand.login("admin")
+    headers = {"idempotency-key": "k"}
+    await client.post("/admin/v1/tenants", json={"slug": "acme"}, headers=headers)
+    await stand.client(None).post("/admin/v1/sessions", json={"email": "a@b.c", "password": "x"})
+    tables = (IdempotencyRecord, LoginThrottle, Session)
+
+    async def counts() -> list[int | None]:
+        async with stand.db.sessions.begin() as session:
+            await housekeeping.tidy(session)
+            return [await session.scalar(select(func.count()).select_from(t)) for t in tables]
+
+    assert all(await counts())
+    await run_sql(stand.db, "update idempotency set expires_at = now()")
+    await run_sql(stand.db, "update login_throttle set window_start = now() - interval '1 hour'")
+    await run_sql(stand.db, "update sessions set expires_at = now() - interval '31 days'")
+    assert await counts() == [0, 0, 0]
 
 
 async def test_a_folder_that_is_no_model_says_what_is_missing(

@@ -1,0 +1,60 @@
+"""What the control API itself leaves behind and nobody needs any more: deleted every few minutes.
+
+Several control processes may do so at once; each statement is harmless to repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import structlog
+from sqlalchemy import delete, func
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraplex_platform.db import IdempotencyRecord, LoginThrottle, Session
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import UnavailableError
+from loraplex_platform.gateway.crash_log import log_crash
+from loraplex_platform.users import throttle
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 600.0
+# Long enough to answer "who was logged in last week".
+KEEP_SESSIONS = timedelta(days=30)
+
+
+@contextlib.asynccontextmanager
+async def running(sessions: SessionFactory) -> AsyncIterator[None]:
+    """Tidy in the background for as long as the block lasts."""
+    task = asyncio.create_task(_tidy_forever(sessions), name="housekeeping")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def tidy(session: AsyncSession) -> None:
+    """Delete expired idempotency records, spent throttle windows and long-ended sessions."""
+    now = func.now()
+    await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.expires_at <= now))
+    spent = LoginThrottle.window_start <= now - throttle.WINDOW
+    await session.execute(delete(LoginThrottle).where(spent))
+    await session.execute(delete(Session).where(Session.expires_at <= now - KEEP_SESSIONS))
+
+
+async def _tidy_forever(sessions: SessionFactory) -> None:
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        try:
+            async with sessions.begin() as session:
+                await tidy(session)
+        except UnavailableError as error:
+            log.warning("housekeeping_skipped", reason=error.message)
+        except Exception as error:  # noqa: BLE001 - one odd failure must not end all later rounds
+            log_crash("housekeeping_crashed", error)
