@@ -38,7 +38,7 @@ class DatabaseSettings(_Settings):
     database_url: SecretStr
     # The non-owner role that runtime connections switch to; migrations create it.
     database_role: str | None = "loraplex_app"
-    database_pool_size: int = 10
+    database_pool_size: int = 20
 
     def sqlalchemy_url(self) -> str:
         """The URL with the psycopg 3 driver named."""

@@ -27,8 +27,9 @@ from loraplex_platform.errors import UnavailableError
 from loraplex_platform.settings import DatabaseSettings
 
 CONNECT_TIMEOUT_S = 5
-POOL_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
+# As long as a statement may take: in a burst, waiting for one's turn beats telling clients to retry.
+POOL_TIMEOUT_S = STATEMENT_TIMEOUT_S
 RETRY_AFTER_S = 2.0
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html: connection exceptions (08),
@@ -89,7 +90,7 @@ def create_database_engine(
         connect_args=_connect_args(settings, statement_timeout_s),
         poolclass=_AsyncPool,
         pool_size=settings.database_pool_size,
-        max_overflow=settings.database_pool_size,
+        max_overflow=0,  # an overflow connection is closed after each use: a fork per request
         pool_timeout=POOL_TIMEOUT_S,
         pool_pre_ping=True,
         pool_recycle=1800,
@@ -107,7 +108,7 @@ def create_sync_database_engine(
         connect_args=_connect_args(settings, statement_timeout_s),
         poolclass=_SyncPool,
         pool_size=settings.database_pool_size,
-        max_overflow=settings.database_pool_size,
+        max_overflow=0,  # an overflow connection is closed after each use: a fork per request
         pool_timeout=POOL_TIMEOUT_S,
         pool_pre_ping=True,
         pool_recycle=1800,
