@@ -224,9 +224,9 @@ def test_every_adapter_changes_the_answer(tiny: Tiny) -> None:
             assert result.logprobs != pytest.approx(base[job.prompt].logprobs, abs=2e-2), job
 
 
+# One backend is enough here: that a row alone equals itself in a crowd, test_lora_backend shows for both.
+@pytest.mark.parametrize("tiny_engine", ["native"], indirect=True)
 def test_each_adapter_alone_equals_peft(tiny: Tiny, tiny_engine: Served) -> None:
-    if tiny_engine.engine.facts.backends["lora"] == "torch":
-        pytest.skip("alone = crowd is shown for both in test_lora_backend; here it costs time")
     results = [tiny_engine.run([job], NUM_TOKENS)[0] for job in tiny.jobs]
 
     assert_equal(results, tiny.expected, tiny.jobs)

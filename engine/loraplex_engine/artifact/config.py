@@ -138,6 +138,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.target_modules.lower() == ALL_LINEAR:
                 return module != "lm_head"
             return re.fullmatch(self.target_modules, module) is not None
+        if module in self.target_modules:
+            return True  # a full name is meant as it stands, whatever layers are listed
         if not _is_named(module, self.target_modules):
             return False
         if not self.layers_to_transform:
@@ -201,13 +203,15 @@ def parse_adapter_config(raw: bytes, *, limits: AdapterLimits) -> AdapterConfig:
         layers_pattern = (layers_pattern,) if layers_pattern else ()
     for pattern in layers_pattern:
         fields.check_regex("layers_pattern", pattern, limits)
-    if isinstance(target_modules, str) and (layers is not None or layers_pattern):
+    has_layers = fields.raw.get("layers_to_transform") is not None
+    has_layers_pattern = fields.raw.get("layers_pattern") is not None
+    if isinstance(target_modules, str) and (has_layers or has_layers_pattern):
         fields.refuse(
             "layers_to_transform",
             "it has no meaning when target_modules is a regular expression.",
             "Put the layers into the expression, or list the modules by name.",
         )
-    if layers_pattern and layers is None:
+    if layers_pattern and not has_layers:
         fields.refuse(
             "layers_pattern", "layers_to_transform is missing.", "Set both, or neither of them."
         )
