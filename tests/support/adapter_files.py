@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +49,17 @@ Array = npt.NDArray[Any]
 
 def native_cache_dir(config: pytest.Config) -> Path:
     """Where tests keep compiled kernels, so that one run after another compiles them once."""
-    assert config.cache is not None
-    return Path(config.cache.mkdir("loraplex-native"))
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        assert config.cache is not None
+        return Path(config.cache.mkdir("loraplex-native"))
+    return _scratch_cache()
+
+
+@cache
+def _scratch_cache() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="lpx-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
