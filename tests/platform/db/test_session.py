@@ -106,7 +106,7 @@ async def test_too_many_at_once_is_unavailable(
 ) -> None:
     monkeypatch.setattr("loraplex_platform.db.session.POOL_TIMEOUT_S", 0.05)
     async with (
-        open_database(database_settings(db_url, database_pool_size=2)) as database,
+        open_database(database_settings(db_url, database_pool_size=1)) as database,
         database.sessions() as first,
         database.sessions() as second,
     ):
