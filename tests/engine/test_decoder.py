@@ -34,7 +34,7 @@ SHAPES = {
     "qwen2": TinyShape(kind="qwen2"),
 }
 PROMPTS = [[5, 17, 99, 23, 41, 5, 5, 64], [8], list(range(3, 130))]
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 
 def open_runner(folder: Path, dtype: torch.dtype, limits: RunnerLimits = LIMITS) -> ModelRunner:
@@ -170,7 +170,6 @@ def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
     questions = [
         "What is the capital of France?",
         "Write a haiku about the sea.",
-        "List three prime numbers.",
         "Why is the sky blue? Answer in one sentence.",
     ]
     requests, expected = [], []
@@ -182,17 +181,17 @@ def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
                 torch.tensor([tokens]),
                 # Else transformers takes <|im_end|> in the prompt, which is also the pad id, for padding.
                 attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-                max_new_tokens=12,
+                max_new_tokens=8,
                 do_sample=False,
                 eos_token_id=None,
             )
             logits = oracle(torch.tensor([tokens])).logits[0]
         torch.testing.assert_close(our_logits(runner, tokens), logits, atol=2e-3, rtol=1e-3)
-        requests.append(driven(tokens, SamplingParams(max_tokens=12, temperature=0.0)))
+        requests.append(driven(tokens, SamplingParams(max_tokens=8, temperature=0.0)))
         expected.append(out[0, len(tokens) :].tolist())
     driver = StepDriver(runner)
 
     driver.step([(request, len(request.token_ids)) for request in requests])
-    driver.decode(requests, 11)
+    driver.decode(requests, 7)
 
     assert [request.output for request in requests] == expected
