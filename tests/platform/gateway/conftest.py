@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.platform.gateway.stand import Stand
+from tests.platform.gateway.stand import Stand, eventually
 from tests.support.fake_engine import Script
 from tests.support.postgres import PostgresServer
 
@@ -37,6 +37,8 @@ async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
     _shared_stand.engine.script = Script()
     _shared_stand.engine.script_for = None
     _shared_stand.engine.received.clear()
+    # Its loop stood still while tests on other loops ran: the gateway may have to connect again.
+    await eventually(lambda: _shared_stand.gateway.router.num_ready > 0, "a ready engine")
     yield _shared_stand
     await _shared_stand.close_clients()
     await _shared_stand.check_books()

@@ -402,6 +402,22 @@ async def test_a_body_over_the_limit_is_413_declared_or_chunked(stand: Stand) ->
     assert caught.value.status_code == 413
 
 
+async def test_a_body_that_never_ends_is_408(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex_platform.gateway.completions._BODY_TIMEOUT_S", 0.1)
+    host, port = stand.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+        f"authorization: Bearer {stand.customer.secret}\r\n\r\n"
+    )
+    writer.write(head.encode() + b'{"model": ')
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "request_timeout"
+
+
 async def test_endless_headers_are_cut_off(stand: Stand) -> None:
     host, port = stand.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

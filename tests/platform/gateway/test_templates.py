@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loraplex_platform.gateway.detokenizer import Detokenizer
 from loraplex_platform.gateway.errors import ChatTemplateError, UnsupportedParameterError
 from loraplex_platform.gateway.templates import ChatMessage, ChatTemplate
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
@@ -236,3 +238,7 @@ def test_the_real_model_agrees_with_transformers() -> None:
     assert ours.encode_chat_now(system) == _apply(theirs, system, sanitize=False)
     assert ours.end_token_ids == (2,)
     assert ours.context_length == 8192
+    ids = random.Random(0).choices(range(ours.vocab_size), k=5000)
+    detokenizer = Detokenizer(ours.token_bytes)
+    text = "".join(detokenizer.push(id_) for id_ in ids) + detokenizer.flush()
+    assert text == theirs.decode(ids, skip_special_tokens=True)
