@@ -184,7 +184,9 @@ class Pump:
         """The lease to extend, if one is held."""
         if self.lease_token is None or self.is_over:
             return None
-        return Renewal(self.job.request_id, self.lease_token, self.num_observed)
+        # The sweeper may bill up to the checkpoint: nothing past a stop string may be in it.
+        checkpoint = self._text.num_tokens if self._text.is_stopped else self.num_observed
+        return Renewal(self.job.request_id, self.lease_token, checkpoint)
 
     # ------------------------------------------------------------------ the task
 
