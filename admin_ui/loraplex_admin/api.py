@@ -7,15 +7,22 @@ that its OpenAPI page is the documentation of these types.
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Generic, Literal, TypedDict, TypeVar, cast
+from urllib.parse import quote
 
 import httpx
 
 TIMEOUT_S = 30.0
 # An upload is validated and probed before it is answered.
 UPLOAD_TIMEOUT_S = 300.0
+# The gateway writes at least a comment every ten seconds, once it has begun to answer.
+STREAM_TIMEOUT_S = 60.0
 PAGE_SIZE = 50
+# Of the usage report; a chart of more says nothing, and the CSV is always whole.
+_MAX_USAGE_PAGES = 20
 SESSION_COOKIE = "loraplex_session"
 
 ItemT = TypeVar("ItemT")
@@ -157,6 +164,7 @@ class UploadedAdapter(TypedDict):
     """The answer to an upload."""
 
     id: str
+    tenant_id: str
     name: str
     version: AdapterVersion
 
@@ -203,6 +211,26 @@ class UsageRow(TypedDict, total=False):
     cost_usd: str
 
 
+class RequestRow(TypedDict):
+    """Metadata of one request."""
+
+    id: str
+    tenant_id: str
+    kind: Literal["user", "probe"]
+    endpoint: str
+    model: str
+    state: Literal["reserved", "settled", "voided"]
+    finish_reason: str | None
+    http_status: int | None
+    error_code: str | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+    ttft_ms: int | None
+    e2e_ms: int | None
+    created_at: int
+
+
 class InvariantCheck(TypedDict):
     """One rule of the books."""
 
@@ -210,6 +238,7 @@ class InvariantCheck(TypedDict):
     title: str
     ok: bool
     detail: str
+    offenders: list[str]
 
 
 class Invariants(TypedDict):
@@ -221,17 +250,85 @@ class Invariants(TypedDict):
     checks: list[InvariantCheck]
 
 
+class ChatStream:
+    """One answer as it comes: iterate over its pieces; `close` from any thread ends it.
+
+    Raises (while iterating):
+        ApiError: a refusal, an error frame, or an end without `[DONE]`: the answer is incomplete.
+        ApiUnreachableError: the connection failed. After `close`, iterating just ends.
+    """
+
+    def __init__(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        self._http = http
+        self._path = path
+        self._body = body
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._socket: socket.socket | None = None
+
+    def close(self) -> None:
+        """End the request; the engine stops, and what nobody reads is not billed."""
+        with self._lock:
+            self._is_closed = True
+            _shut(self._socket)
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            with self._http.stream(
+                "POST", self._path, json=self._body, timeout=STREAM_TIMEOUT_S
+            ) as answer:
+                self._hold(answer)
+                if answer.is_error:
+                    answer.read()
+                    _raise_refusal(answer)
+                yield from _contents(answer.iter_lines())
+        except (ApiError, httpx.TransportError) as error:
+            if self._is_closed:
+                return
+            if isinstance(error, ApiError):
+                raise
+            raise ApiUnreachableError(str(error)) from error
+        finally:
+            with self._lock:
+                self._socket = None
+
+    def _hold(self, answer: httpx.Response) -> None:
+        # Closing a response while another thread reads it is not safe; ending its connection is.
+        stream = answer.extensions.get("network_stream")
+        with self._lock:
+            self._socket = None if stream is None else stream.get_extra_info("socket")
+            if self._is_closed:
+                _shut(self._socket)
+
+
+def _shut(connection: socket.socket | None) -> None:
+    if connection is None:
+        return
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended by itself
+
+
 class Api:
-    """Calls `/admin/v1` as the person whose session cookie this is."""
+    """Calls `/admin/v1` as the person whose session cookie this is.
+
+    Args:
+        control_url: where the control API answers.
+        session_token: the value of the browser's cookie; empty: nobody.
+        transport: connections to share; its owner closes it.
+    """
 
     def __init__(
         self, control_url: str, session_token: str, *, transport: httpx.BaseTransport | None = None
     ) -> None:
+        # trust_env off: a proxy of the environment must not see sessions and secrets.
         self._http = httpx.Client(
             base_url=f"{control_url.rstrip('/')}/admin/v1",
             cookies={SESSION_COOKIE: session_token},
             timeout=TIMEOUT_S,
             transport=transport,
+            trust_env=False,
         )
 
     # ------------------------------------------------------------------------------- session
@@ -269,6 +366,10 @@ class Api:
     def tenants(self, *, after: str | None = None, limit: int = PAGE_SIZE) -> Page[Tenant]:
         """One page of tenants."""
         return cast(Page[Tenant], self._page("/tenants", after, limit))
+
+    def tenant(self, tenant_id: str) -> Tenant:
+        """One tenant by id."""
+        return cast(Tenant, self._get(f"/tenants/{_segment(tenant_id)}"))
 
     def create_tenant(self, slug: str, name: str) -> Tenant:
         """A new tenant."""
@@ -311,7 +412,7 @@ class Api:
             },
             timeout=UPLOAD_TIMEOUT_S,
         )
-        return cast(UploadedAdapter, answer.json())
+        return cast(UploadedAdapter, _json(answer))
 
     def deployments(self, tenant_id: str, *, after: str | None = None) -> Page[Deployment]:
         """One page of a tenant's deployments."""
@@ -321,22 +422,31 @@ class Api:
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Deployment:
         """Let `name` answer with a version from now on; None: with the base."""
         answer = self._call(
-            "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
+            "PUT",
+            f"/tenants/{tenant_id}/deployments/{_segment(name)}",
+            json={"version_id": version_id},
         )
-        return cast(Deployment, answer.json())
+        return cast(Deployment, _json(answer))
 
     def delete_deployment(self, tenant_id: str, name: str) -> None:
         """Take a name out of service; its history stays."""
-        self._call("DELETE", f"/tenants/{tenant_id}/deployments/{name}")
+        self._call("DELETE", f"/tenants/{tenant_id}/deployments/{_segment(name)}")
 
     # --------------------------------------------------------------------- usage and requests
 
     def usage(
         self, *, start: int, end: int, bucket: str, group_by: list[str], tenant_id: str | None
-    ) -> list[UsageRow]:
-        """Usage rows of [start, end), unix seconds."""
-        answer = self._get("/usage", self._usage_query(start, end, bucket, group_by, tenant_id))
-        return cast(list[UsageRow], answer["data"])
+    ) -> tuple[list[UsageRow], bool]:
+        """Usage rows of [start, end), unix seconds, and whether there are more than were read."""
+        query = self._usage_query(start, end, bucket, group_by, tenant_id)
+        rows: list[UsageRow] = []
+        for _ in range(_MAX_USAGE_PAGES):
+            answer = self._get("/usage", query)
+            rows += cast(list[UsageRow], answer["data"])
+            if not answer["has_more"]:
+                return rows, False
+            query["page"] = answer["next_page"]
+        return rows, True
 
     def usage_csv(
         self, *, start: int, end: int, bucket: str, group_by: list[str], tenant_id: str | None
@@ -357,16 +467,16 @@ class Api:
         }
         return query | ({"tenant_id": tenant_id} if tenant_id else {})
 
-    def requests(self, *, tenant_id: str | None, after: str | None = None) -> Page[dict[str, Any]]:
+    def requests(self, *, tenant_id: str | None, after: str | None = None) -> Page[RequestRow]:
         """One page of the request log, newest first; metadata only."""
         query: dict[str, Any] = {"limit": PAGE_SIZE}
         query |= {"tenant_id": tenant_id} if tenant_id else {}
         query |= {"after": after} if after else {}
-        return cast(Page[dict[str, Any]], self._get("/requests", query))
+        return cast(Page[RequestRow], self._get("/requests", query))
 
     # -------------------------------------------------------------------------- playground
 
-    def stream_chat(
+    def chat(
         self,
         tenant_id: str,
         model: str,
@@ -374,23 +484,15 @@ class Api:
         *,
         max_tokens: int,
         temperature: float,
-    ) -> Iterator[str]:
-        """Pieces of the answer as they come; billed to the tenant like any request."""
+    ) -> ChatStream:
+        """An answer to iterate over; billed to the tenant like any request."""
         body = {
             "model": model,
             "messages": messages,
             "max_tokens": max_tokens,
             "temperature": temperature,
         }
-        path = f"/tenants/{tenant_id}/playground"
-        try:
-            with self._http.stream("POST", path, json=body, timeout=UPLOAD_TIMEOUT_S) as answer:
-                if answer.is_error:
-                    answer.read()
-                    _raise_refusal(answer)
-                yield from _contents(answer.iter_lines())
-        except httpx.TransportError as error:
-            raise ApiUnreachableError(str(error)) from error
+        return ChatStream(self._http, f"/tenants/{tenant_id}/playground", body)
 
     # ------------------------------------------------------------------------------ plumbing
 
@@ -398,10 +500,10 @@ class Api:
         return self._get(path, {"limit": limit} | ({"after": after} if after else {}))
 
     def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
-        return cast(dict[str, Any], self._call("GET", path, params=query).json())
+        return _json(self._call("GET", path, params=query))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return cast(dict[str, Any], self._call("POST", path, json=body).json())
+        return _json(self._call("POST", path, json=body))
 
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own options
         try:
@@ -411,6 +513,25 @@ class Api:
         if answer.is_error:
             _raise_refusal(answer)
         return answer
+
+
+def _segment(text: str) -> str:
+    """Typed text as one segment of a path, whatever is in it."""
+    quoted = quote(text, safe="")
+    # Dots alone would be taken for a step up.
+    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], answer.json())
+    except ValueError as error:
+        raise ApiError(
+            "What answers is not the control API; check LORAPLEX_CONTROL_URL.",
+            status=answer.status_code,
+            code=None,
+            param=None,
+        ) from error
 
 
 def _raise_refusal(answer: httpx.Response) -> None:

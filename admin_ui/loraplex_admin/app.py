@@ -1,125 +1,123 @@
-"""The console's entry point: who is logged in, which pages there are.
+"""The console's server: Streamlit's own, with the control API's login form passed through.
 
-Streamlit cannot set an HttpOnly cookie, so the login form belongs to the control API: it sets the
-session cookie for this host (cookies ignore ports) and leads back here. A refresh keeps the login.
+Streamlit cannot set an HttpOnly cookie, so the form and the session belong to the control API. Passing
+them through makes the console one origin: the browser needs to reach nothing else, and the cookie
+belongs to whatever host name the reader has typed. A visit without a session is sent to the form.
+
+`streamlit run app.py` (what `loraplex console` does) finds `app`; the pages are in `console.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from urllib.parse import urlsplit, urlunsplit
+from pathlib import Path
+from typing import Final
 
+import httpx
 import streamlit as st
-from streamlit.navigation.page import Page
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex_admin.api import SESSION_COOKIE, Api, ApiUnreachableError, User
-from loraplex_admin.pages import (
-    adapters,
-    invariants,
-    overview,
-    playground,
-    request_log,
-    tenants,
-    usage,
+from loraplex_admin.api import SESSION_COOKIE
+
+LOGIN_PATH: Final = "/login"
+_MAX_FORM_BYTES: Final = 16 * 1024
+_TIMEOUT_S: Final = 15.0
+# What the form needs: who sends it from which page, and the throttle's idea of the visitor.
+_REQUEST_HEADERS: Final = (
+    "content-type",
+    "cookie",
+    "host",
+    "origin",
+    "sec-fetch-site",
+    "user-agent",
+)
+_DROPPED_HEADERS: Final = frozenset(
+    {"connection", "content-encoding", "content-length", "date", "server", "transfer-encoding"}
 )
 
-Render = Callable[[Api, User], None]
+
+def _control_url() -> str:
+    return os.environ.get("LORAPLEX_CONTROL_URL", "http://127.0.0.1:8001").rstrip("/")
 
 
-def _public_control_url(control_url: str) -> str:
-    """The control API as the reader's browser reaches it: the host they used for the console.
-
-    The session cookie belongs to a host name, so `localhost` and `127.0.0.1` must not be mixed.
-    """
-    public = os.environ.get("LORAPLEX_CONTROL_PUBLIC_URL")
-    if public:
-        return public
-    parts = urlsplit(control_url)
-    host = urlsplit(st.context.url or "").hostname or parts.hostname or "127.0.0.1"
-    return urlunsplit((parts.scheme, f"{host}:{parts.port}", "", "", ""))
+def _client() -> httpx.AsyncClient:
+    # trust_env off: passwords pass here, and a proxy of the environment must not see them.
+    return httpx.AsyncClient(base_url=_control_url(), timeout=_TIMEOUT_S, trust_env=False)
 
 
-def _page(render: Render, api: Api, user: User, *, title: str, icon: str, path: str) -> Page:
-    def run() -> None:
-        try:
-            render(api, user)
-        except ApiUnreachableError:
-            st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
-
-    return st.Page(run, title=title, icon=f":material/{icon}:", url_path=path)
-
-
-def _ask_to_log_in(control_url: str) -> None:
-    _left, middle, _right = st.columns([1, 2, 1])
-    with middle:
-        st.title("Loraplex")
-        st.write("Log in to manage tenants, adapters and bills.")
-        st.link_button("Log in", f"{_public_control_url(control_url)}/login", type="primary")
-        st.caption("You are sent back here afterwards. `loraplex up --demo` prints a login.")
-
-
-def main() -> None:
-    """Draw the page that the address names."""
-    st.set_page_config(page_title="Loraplex", page_icon=":material/hub:", layout="wide")
-    control_url = os.environ.get("LORAPLEX_CONTROL_URL", "http://127.0.0.1:8001")
-    api = Api(control_url, st.context.cookies.get(SESSION_COOKIE, ""))
+async def pass_login(request: Request) -> Response:
+    """The control API's /login, as if it were here."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_FORM_BYTES:
+            return PlainTextResponse("That is too long.", 413)
+    headers = {k: request.headers[k] for k in _REQUEST_HEADERS if k in request.headers}
+    if request.client is not None:
+        headers["x-forwarded-for"] = request.client.host
+    query = f"?{request.url.query}" if request.url.query else ""
     try:
-        user = api.current_user()
-    except ApiUnreachableError:
-        st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
-        st.button("Try again", key="retry")
-        return
-    if user is None:
-        _ask_to_log_in(control_url)
-        return
-    navigation = st.navigation(
-        {
-            "Fleet": [
-                _page(overview.render, api, user, title="Overview", icon="monitoring", path=""),
-                _page(
-                    invariants.render,
-                    api,
-                    user,
-                    title="Invariants",
-                    icon="balance",
-                    path="invariants",
-                ),
-            ],
-            "Tenants": [
-                _page(
-                    tenants.render, api, user, title="Tenants and keys", icon="key", path="tenants"
-                ),
-                _page(adapters.render, api, user, title="Adapters", icon="layers", path="adapters"),
-                _page(
-                    playground.render,
-                    api,
-                    user,
-                    title="Playground",
-                    icon="forum",
-                    path="playground",
-                ),
-            ],
-            "Money": [
-                _page(usage.render, api, user, title="Usage", icon="bar_chart", path="usage"),
-                _page(
-                    request_log.render,
-                    api,
-                    user,
-                    title="Requests",
-                    icon="list_alt",
-                    path="requests",
-                ),
-            ],
-        }
+        async with _client() as client:
+            answer = await client.request(
+                request.method, f"{LOGIN_PATH}{query}", headers=headers, content=body
+            )
+    except httpx.TransportError:
+        return PlainTextResponse("The control API does not answer. Is it running?", 503)
+    passed = Response(answer.content, answer.status_code)
+    for name, value in answer.headers.multi_items():
+        if name not in _DROPPED_HEADERS:
+            passed.headers.append(name, value)
+    if answer.has_redirect_location:
+        # It leads to LORAPLEX_CONSOLE_URL, which is here, under whatever name the reader uses.
+        passed.headers["location"] = "/"
+    return passed
+
+
+class LoginRedirect:
+    """Sends a browser that opens a page without a live session to the login form."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_page(request := Request(scope)):
+            token = request.cookies.get(SESSION_COOKIE, "")
+            if not await _is_live(token):
+                await RedirectResponse(LOGIN_PATH, 303)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_page(request: Request) -> bool:
+    """Whether a person opens a page, not a page one of its parts."""
+    return (
+        request.method == "GET"
+        and request.url.path != LOGIN_PATH
+        and "text/html" in request.headers.get("accept", "")
+        and not request.url.path.startswith(("/_stcore/", "/static/", "/media/", "/component/"))
     )
-    with st.sidebar:
-        st.caption(f"{user['email']} · {user['role']}")
-        if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):
-            api.log_out()
-            st.rerun()
-    navigation.run()
 
 
-if __name__ == "__main__":
-    main()
+async def _is_live(token: str) -> bool:
+    """Whether the session is known; yes while that cannot be asked, for the page says so itself."""
+    if not token:
+        return False
+    try:
+        async with _client() as client:
+            answer = await client.get(
+                "/admin/v1/sessions/current", headers={"cookie": f"{SESSION_COOKIE}={token}"}
+            )
+    except httpx.TransportError:
+        return True
+    return answer.status_code != httpx.codes.UNAUTHORIZED
+
+
+app = st.App(
+    Path(__file__).with_name("console.py"),
+    routes=[Route(LOGIN_PATH, pass_login, methods=["GET", "POST"])],
+    middleware=[Middleware(LoginRedirect)],
+)

@@ -1,59 +1,90 @@
-"""Widgets that several pages share."""
+"""Widgets and lines that several pages share."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import streamlit as st
 
-from loraplex_admin.api import Api, ApiError, Tenant
+from loraplex_admin import format as fmt
+from loraplex_admin.api import Api, ApiError, Page, Tenant
 
 # Enough for a select box with search; beyond it the reader pastes an id.
-_MAX_CHOICES = 100
+MAX_CHOICES = 100
+
+ItemT = TypeVar("ItemT")
 
 
 def tenant(api: Api, *, key: str, allow_all: bool = False) -> Tenant | None:
     """Let the reader choose a tenant; the choice follows them from page to page.
 
-    None: there is no tenant yet (said on the page), or `allow_all` and all were chosen.
+    None: there is no tenant yet, or the pasted id is of none (said on the page), or `allow_all` and
+    all were chosen.
     """
-    page = api.tenants(limit=_MAX_CHOICES)
-    tenants = page["data"]
+    page = api.tenants(limit=MAX_CHOICES)
+    tenants = {tenant["id"]: tenant for tenant in page["data"]}
+    last = str(st.session_state.get("last_tenant_id", ""))
+    if last and last not in tenants:
+        tenants |= {found["id"]: found for found in [_find(api, last)] if found}
     if not tenants and not allow_all:
-        st.info("There is no tenant yet. Create one under *Tenants and keys*.")
+        st.info("There is no tenant yet. An admin creates one under *Tenants and keys*.")
         return None
-    options: list[Tenant | None] = [None, *tenants] if allow_all else [*tenants]
-    ids = [option["id"] if option else "" for option in options]
-    last = st.session_state.get("last_tenant_id", "")
+    ids = ["", *tenants] if allow_all else list(tenants)
     chosen = st.selectbox(
         "Tenant",
-        options,
+        ids,
         index=ids.index(last) if last in ids else 0,
-        format_func=lambda option: option["slug"] if option else "All tenants",
+        format_func=lambda id_: tenants[id_]["slug"] if id_ in tenants else id_ or "All tenants",
+        accept_new_options=page["has_more"],
+        help=f"The newest {MAX_CHOICES} are listed; paste the id of another."
+        if page["has_more"]
+        else None,
         key=key,
     )
-    if page["has_more"]:
-        st.caption(f"The first {_MAX_CHOICES} tenants are listed.")
-    st.session_state["last_tenant_id"] = chosen["id"] if chosen else ""
-    return chosen
+    if not chosen:
+        st.session_state["last_tenant_id"] = ""
+        return None
+    found = tenants.get(chosen) or _find(api, chosen.strip())
+    if found is None:
+        st.error(f"No tenant has the id {fmt.code(chosen)}.", icon=":material/error:")
+        return None
+    st.session_state["last_tenant_id"] = found["id"]
+    return found
+
+
+def _find(api: Api, tenant_id: str) -> Tenant | None:
+    try:
+        return api.tenant(tenant_id)
+    except ApiError as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def show_refusal(error: ApiError) -> None:
     """The API's own words; they name the field and the remedy."""
-    where = f" (`{error.param}`)" if error.param else ""
-    st.error(f"{error}{where}", icon=":material/error:")
+    where = f" ({fmt.code(error.param)})" if error.param else ""
+    st.error(f"{fmt.literal(str(error))}{where}", icon=":material/error:")
 
 
-def pager(key: str, last_id: str | None, *, has_more: bool) -> None:
+def show_unreachable() -> None:
+    """One line instead of a page."""
+    st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
+
+
+def pager(key: str, page: Page[ItemT]) -> None:
     """Buttons for a keyset-paged list whose cursors are kept under `key` in the session."""
     cursors: list[str] = st.session_state.setdefault(key, [])
-    if not cursors and not has_more:
+    if not cursors and not page["has_more"]:
         return
-    back, forward, _rest = st.columns([1, 1, 6])
-    if back.button("Previous", key=f"{key}_previous", disabled=not cursors):
-        cursors.pop()
-        st.rerun()
-    if forward.button("Next", key=f"{key}_next", disabled=not has_more) and last_id:
-        cursors.append(last_id)
-        st.rerun()
+    with st.container(horizontal=True):
+        if st.button("Previous", key=f"{key}_previous", disabled=not cursors):
+            cursors.pop()
+            st.rerun()
+        last_id = page["last_id"]
+        if st.button("Next", key=f"{key}_next", disabled=not page["has_more"]) and last_id:
+            cursors.append(last_id)
+            st.rerun()
 
 
 def cursor(key: str) -> str | None:

@@ -6,7 +6,16 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Adapter, AdapterVersion, Api, ApiError, Deployment, Tenant, User
+from loraplex_admin.api import (
+    Adapter,
+    AdapterVersion,
+    Api,
+    ApiError,
+    Deployment,
+    Page,
+    Tenant,
+    User,
+)
 
 _BASE = "base (no adapter)"
 
@@ -22,31 +31,41 @@ def render(api: Api, user: User) -> None:
         _upload(api, tenant)
     cursors = f"adapters_cursors_{tenant['id']}"
     page = api.adapters(tenant["id"], after=choices.cursor(cursors))
-    _deployments(api, tenant, page["data"], can_write=can_write)
+    _deployments(api, tenant, page, can_write=can_write)
     st.subheader("Adapters and versions")
     if not page["data"]:
         st.info("This tenant has no adapter yet.")
     for adapter in page["data"]:
         _adapter(adapter)
-    choices.pager(cursors, page["last_id"], has_more=page["has_more"])
+    choices.pager(cursors, page)
 
 
 def _upload(api: Api, tenant: Tenant) -> None:
-    uploaded = st.session_state.pop("uploaded", None)
-    if uploaded is not None:
-        st.success(
-            f"{uploaded['name']} version {uploaded['version']['version']} is ready to serve. "
-            "Deploy it below to let it answer.",
-            icon=":material/check_circle:",
+    uploaded = st.session_state.get("uploaded")
+    if uploaded is not None and uploaded["tenant_id"] == tenant["id"]:
+        with st.container(border=True):
+            st.success(
+                f"{fmt.code(uploaded['name'])} version {uploaded['version']['version']} is ready to "
+                "serve. Deploy it below to let it answer.",
+                icon=":material/check_circle:",
+            )
+            _report(uploaded["version"], key="uploaded")
+            if st.button("Close the report", key="uploaded_close"):
+                del st.session_state["uploaded"]
+                st.rerun()
+    with st.expander("Upload an adapter", icon=":material/upload:", key="upload"):
+        name = st.text_input(
+            "Adapter name", key="upload_name", max_chars=80, placeholder="capitals"
         )
-        _report(uploaded["version"], key="uploaded")
-    with st.expander("Upload an adapter", icon=":material/upload:", expanded=uploaded is None):
-        name = st.text_input("Adapter name", key="upload_name")
-        config = st.file_uploader("adapter_config.json", type=["json"], key="upload_config")
-        tensors = st.file_uploader(
+        left, right = st.columns(2)
+        config = left.file_uploader("adapter_config.json", type=["json"], key="upload_config")
+        tensors = right.file_uploader(
             "adapter_model.safetensors", type=["safetensors"], key="upload_model"
         )
-        st.caption("PEFT LoRA format. Large files are quicker with `loraplex adapters upload`.")
+        st.caption(
+            "A PEFT LoRA folder's two files. The same name again makes its next version. "
+            "Large files are quicker with `loraplex adapters upload`."
+        )
         is_complete = bool(name.strip()) and config is not None and tensors is not None
         is_asked = st.button(
             "Upload and check", type="primary", key="upload_go", disabled=not is_complete
@@ -59,10 +78,13 @@ def _upload(api: Api, tenant: Tenant) -> None:
                     choices.show_refusal(error)
                     return
             st.session_state["uploaded"] = answer
+            # An uploaded file sits in this process's memory until its widget is gone.
+            for key in ("upload_name", "upload_config", "upload_model"):
+                st.session_state.pop(key, None)
             st.rerun()
 
 
-def _deployments(api: Api, tenant: Tenant, adapters: list[Adapter], *, can_write: bool) -> None:
+def _deployments(api: Api, tenant: Tenant, adapters: Page[Adapter], *, can_write: bool) -> None:
     st.subheader("Deployments")
     cursors = f"deployments_cursors_{tenant['id']}"
     page = api.deployments(tenant["id"], after=choices.cursor(cursors))
@@ -70,31 +92,89 @@ def _deployments(api: Api, tenant: Tenant, adapters: list[Adapter], *, can_write
         st.dataframe(
             [_deployment_row(deployment) for deployment in page["data"]],
             hide_index=True,
+            column_config={"model id": st.column_config.TextColumn(width="medium")},
             key="deployments_table",
         )
-        choices.pager(cursors, page["last_id"], has_more=page["has_more"])
+        choices.pager(cursors, page)
     else:
-        st.info("No deployment yet: tenants reach only the base model.")
-    if not can_write:
-        return
-    versions: dict[str, str | None] = {_BASE: None}
-    for adapter in adapters:
-        for version in adapter["versions"]:
-            label = f"{adapter['name']} v{version['version']} ({fmt.digest(version['digest'])})"
-            versions[label] = version["id"]
-    with st.form("deploy"):
-        name = st.text_input(
-            "Model id", key="deploy_name", help="What the tenant writes as `model`."
+        st.info("No deployment yet: this tenant reaches only the base model.")
+    if can_write:
+        _deploy(api, tenant, page, adapters)
+        if page["data"]:
+            _take_out(api, tenant, page)
+
+
+def _deploy(
+    api: Api, tenant: Tenant, deployments: Page[Deployment], adapters: Page[Adapter]
+) -> None:
+    versions = {
+        version["id"]: f"{adapter['name']} v{version['version']}"
+        for adapter in adapters["data"]
+        for version in adapter["versions"]
+        if version["status"] == "ready"
+    }
+    with (
+        st.expander("Deploy", icon=":material/rocket_launch:", key="deploy_box"),
+        st.form("deploy", border=False),
+    ):
+        name = st.selectbox(
+            "Model id",
+            [deployment["name"] for deployment in deployments["data"]],
+            index=None,
+            accept_new_options=True,
+            placeholder="Write a new one, or choose one to change",
+            help="What the tenant's clients write as `model`.",
+            key=f"deploy_name_{tenant['id']}",
         )
-        label = st.selectbox("Answers with", list(versions), key="deploy_version")
-        if st.form_submit_button("Deploy", type="primary"):
-            try:
-                made = api.deploy(tenant["id"], name.strip(), versions[label])
-            except ApiError as error:
-                choices.show_refusal(error)
-                return
-            st.toast(f"{made['name']} is at revision {made['revision']['number']}.")
-            st.rerun()
+        version_id = st.selectbox(
+            "Answers with",
+            [*versions, ""],
+            format_func=lambda id_: versions.get(id_, _BASE),
+            help="Of the adapters on this page." if adapters["has_more"] else None,
+            key=f"deploy_version_{tenant['id']}",
+        )
+        if not st.form_submit_button("Deploy", type="primary", key="deploy_go"):
+            return
+        if name is None or not name.strip():
+            st.error("Write a model id, or choose one.", icon=":material/error:")
+            return
+        try:
+            made = api.deploy(tenant["id"], name.strip(), version_id or None)
+        except ApiError as error:
+            choices.show_refusal(error)
+            return
+    revision = made["revision"]
+    st.toast(
+        f"{fmt.code(made['name'])} answers with "
+        f"{fmt.code(revision['adapter_name'] or made['base_model'])} from now on "
+        f"(revision {revision['number']}).",
+        icon=":material/check:",
+    )
+    st.rerun()
+
+
+def _take_out(api: Api, tenant: Tenant, deployments: Page[Deployment]) -> None:
+    with st.expander("Take a model id out of service", icon=":material/block:", key="take_out"):
+        name = st.selectbox(
+            "Model id",
+            [deployment["name"] for deployment in deployments["data"]],
+            index=None,
+            placeholder="Choose one",
+            key=f"take_out_name_{tenant['id']}",
+        )
+        if name is None:
+            return
+        st.warning(f"Requests for {fmt.code(name)} are refused from then on.")
+        if not st.button("Take it out", type="primary", key="take_out_go"):
+            return
+        try:
+            api.delete_deployment(tenant["id"], name)
+        except ApiError as error:
+            choices.show_refusal(error)
+            return
+    st.session_state.pop(f"take_out_name_{tenant['id']}", None)
+    st.toast(f"{fmt.code(name)} is out of service.", icon=":material/check:")
+    st.rerun()
 
 
 def _deployment_row(deployment: Deployment) -> dict[str, object]:
@@ -109,41 +189,49 @@ def _deployment_row(deployment: Deployment) -> dict[str, object]:
 
 
 def _adapter(adapter: Adapter) -> None:
-    newest = adapter["versions"][0]
-    with st.expander(f"{adapter['name']} · version {newest['version']}", icon=":material/layers:"):
-        for version in adapter["versions"]:
-            st.markdown(f"**Version {version['version']}** · {version['status']}")
+    versions = adapter["versions"]
+    newest = f"version {versions[0]['version']}" if versions else "no version"
+    with st.expander(f"{fmt.code(adapter['name'])} · {newest}", icon=":material/layers:"):
+        for number, version in enumerate(versions):
+            if number:
+                st.divider()
+            st.markdown(f"**Version {version['version']}** · {fmt.literal(version['status'])}")
             st.caption(
-                f"`{version['digest']}` · rank {version['rank']} · "
-                f"{fmt.size(version['size_bytes'])} · {fmt.time(version['created_at'])}"
+                f"{fmt.code(version['digest'])}  \nrank {version['rank']} · "
+                f"{fmt.size(version['size_bytes'])} · "
+                f"{', '.join(fmt.code(module) for module in version['target_modules'])} · "
+                f"{fmt.time(version['created_at'])}"
             )
             _report(version, key=version["id"])
 
 
 def _report(version: AdapterVersion, *, key: str) -> None:
     report = version["report"]
+    probe = report["probe"]
     figures = st.columns(4)
     figures[0].metric("Modules", f"{report['matched_modules']} / {report['total_modules']}")
     figures[1].metric("Parameters", fmt.count(report["parameters"]))
     figures[2].metric("Largest norm", f"{report['norms']['max']:.3g}")
-    figures[3].metric(
-        "Answers changed", f"{report['probe']['changed']} / {len(report['probe']['samples'])}"
-    )
+    figures[3].metric("Answers changed", f"{probe['changed']} / {len(probe['samples'])}")
     st.dataframe(
         [
-            {"check": c["name"], "result": "ok" if c["ok"] else "failed", "detail": c["detail"]}
-            for c in report["checks"]
+            {
+                "check": check["name"],
+                "result": "ok" if check["ok"] else "look here",
+                "detail": check["detail"],
+            }
+            for check in report["checks"]
         ],
         hide_index=True,
+        column_config={"detail": st.column_config.TextColumn(width="large")},
         key=f"checks_{key}",
     )
     st.markdown("**Base and adapter, side by side**")
-    for sample in report["probe"]["samples"]:
-        st.caption(sample["prompt"])
-        left, right = st.columns(2)
-        with left.container(border=True):
-            st.caption("base")
-            st.text(sample["base"] or "(nothing)")
-        with right.container(border=True):
-            st.caption("adapter")
-            st.text(sample["adapter"] or "(nothing)")
+    st.caption(f"Largest change of a log probability: {probe['max_logprob_difference']:.3g}")
+    for sample in probe["samples"]:
+        st.text(f"› {sample['prompt']}")
+        answers = (("base", sample["base"]), ("adapter", sample["adapter"]))
+        for column, (who, text) in zip(st.columns(2), answers, strict=True):
+            with column.container(border=True):
+                st.caption(who)
+                st.text(text or "(nothing)")

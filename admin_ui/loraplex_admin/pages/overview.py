@@ -6,8 +6,9 @@ from typing import Any
 
 import streamlit as st
 
+from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiUnreachableError, User
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, User
 
 _REFRESH = "3s"
 
@@ -20,9 +21,13 @@ def render(api: Api, _user: User) -> None:
     def live() -> None:
         try:
             _figures(api)
-            _replicas(api.fleet()["replicas"])
+            fleet = api.fleet()
+            _replicas(fleet["replicas"])
+            _gateways(fleet["gateways"])
         except ApiUnreachableError:
             st.error("The control API does not answer. Trying again.", icon=":material/cloud_off:")
+        except ApiError as error:
+            choices.show_refusal(error)
 
     live()
 
@@ -51,39 +56,65 @@ def _replicas(replicas: list[dict[str, Any]]) -> None:
         st.warning("No engine replica is registered: requests are answered with 503.")
         return
     for replica in replicas:
-        stats = replica["stats"]
-        with st.container(border=True):
-            st.markdown(f"**`{replica['replica_id']}`** · {replica['state']}")
-            st.caption(
-                f"{replica['base_model']} · {replica['dtype']} on {replica['device']} "
-                f"({replica['isa']}) · torch {replica['torch_version']} · context "
-                f"{fmt.count(replica['max_model_len'])}"
-            )
-            if not replica["row_rule_holds"]:
-                st.warning("The row rule's self-check failed here: bits may depend on neighbours.")
-            if stats is None:
-                st.caption("It does not answer right now.")
-                continue
-            st.progress(
-                min(1.0, stats["kv_usage"]),
-                text=f"KV cache {stats['kv_usage']:.1%} of "
-                f"{fmt.count(stats['kv_blocks_total'])} blocks",
-            )
-            st.dataframe(
-                [
-                    {
-                        "running": stats["num_running"],
-                        "waiting": stats["num_waiting"],
-                        "tokens/s": round(replica["generation_tokens_per_s"], 1),
-                        "steps": stats["steps_total"],
-                        "mixed steps": stats["mixed_steps_total"],
-                        "most adapters in a step": stats["max_adapters_in_step"],
-                        "adapters in slots": len(stats["adapters_resident"]),
-                        "adapters in memory": len(stats["adapters_host"]),
-                        "preemptions": stats["num_preemptions_total"],
-                        "memory": fmt.size(stats["rss_bytes"]),
-                    }
-                ],
-                hide_index=True,
-                key=f"replica_{replica['replica_id']}",
-            )
+        _replica(replica)
+
+
+def _replica(replica: dict[str, Any]) -> None:
+    stats = replica["stats"]
+    with st.container(border=True):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.markdown(fmt.code(replica["replica_id"]), width="content")
+            is_ready = replica["state"] == "ready"
+            st.badge(fmt.literal(replica["state"]), color="green" if is_ready else "orange")
+        st.caption(
+            f"{fmt.code(replica['base_model'])} · {fmt.literal(replica['dtype'])} on "
+            f"{fmt.literal(replica['device'])} ({fmt.literal(replica['isa'])}) · torch "
+            f"{fmt.literal(replica['torch_version'])} · context "
+            f"{fmt.count(replica['max_model_len'])}"
+        )
+        if not replica["row_rule_holds"]:
+            st.warning("The row rule's self-check failed here: bits may depend on neighbours.")
+        if stats is None:
+            st.caption("It does not answer right now.")
+            return
+        st.progress(
+            min(1.0, stats["kv_usage"]),
+            text=f"KV cache {stats['kv_usage']:.1%} of {fmt.count(stats['kv_blocks_total'])} blocks",
+        )
+        st.dataframe(
+            [
+                {
+                    "running": stats["num_running"],
+                    "waiting": stats["num_waiting"],
+                    "tokens/s": round(replica["generation_tokens_per_s"], 1),
+                    "steps": stats["steps_total"],
+                    "mixed steps": stats["mixed_steps_total"],
+                    "most adapters in a step": stats["max_adapters_in_step"],
+                    "adapters in slots": len(stats["adapters_resident"]),
+                    "adapters in memory": len(stats["adapters_host"]),
+                    "preemptions": stats["num_preemptions_total"],
+                    "memory": fmt.size(stats["rss_bytes"]),
+                }
+            ],
+            hide_index=True,
+            key=f"replica_{replica['replica_id']}",
+        )
+
+
+def _gateways(gateways: list[dict[str, Any]]) -> None:
+    st.subheader("Gateways")
+    if not gateways:
+        st.warning("No gateway has reported: tenants reach nothing.")
+        return
+    st.dataframe(
+        [
+            {
+                "gateway": gateway["gateway_id"],
+                "started": fmt.time(gateway["started_at"]),
+                "last seen": fmt.time(gateway["last_seen_at"]),
+            }
+            for gateway in gateways
+        ],
+        hide_index=True,
+        key="gateways_table",
+    )

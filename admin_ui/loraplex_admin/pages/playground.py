@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from loraplex_admin import choices
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, Tenant, User
+from loraplex_admin import format as fmt
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant, User
 
 _POLL_S = 0.05
+# How often a silent stream's clock is redrawn. Streamlit ends a script whose reader has left only
+# when it draws, so this bounds how long streams outlive their reader.
+_REDRAW_S = 0.5
 
 
 def render(api: Api, user: User) -> None:
@@ -29,86 +33,158 @@ def render(api: Api, user: User) -> None:
     if not deployments:
         st.info("This tenant has no deployment yet. Deploy an adapter under *Adapters*.")
         return
-    names = [deployment["name"] for deployment in deployments]
     base = deployments[0]["base_model"]
     with st.form("ask"):
-        model = st.selectbox("Deployment", names, key="playground_model")
+        model = st.selectbox(
+            "Deployment", [deployment["name"] for deployment in deployments], key="playground_model"
+        )
         prompt = st.text_area(
             "Message", "What is the capital of France?", key="playground_prompt", height=80
         )
         left, right = st.columns(2)
         max_tokens = left.slider("Most tokens", 8, 512, 64, key="playground_max_tokens")
         temperature = right.slider("Temperature", 0.0, 2.0, 0.0, key="playground_temperature")
-        is_asked = st.form_submit_button("Ask both", type="primary")
-    st.caption(f"Answers are billed to {tenant['slug']} like any other request.")
-    if not is_asked:
-        return
-    if not prompt.strip():
+        is_asked = st.form_submit_button("Ask both", type="primary", key="playground_ask")
+    st.caption(f"Answers are billed to {fmt.code(tenant['slug'])} like any other request.")
+    held = f"playground_answers_{tenant['id']}"
+    if is_asked and not prompt.strip():
         st.warning("Write a message first.")
         return
-    columns = st.columns(2)
-    panels = []
-    for column, name, label in (
-        (columns[0], base, f"{base} (base)"),
-        (columns[1], model, str(model)),
-    ):
-        with column.container(border=True):
-            st.caption(label)
-            panels.append(
-                _Panel(
-                    st.empty(),
-                    _start(api, tenant, str(name), prompt, max_tokens, temperature),
-                )
-            )
-    _show(panels)
+    if not is_asked:
+        _show_again(st.session_state.get(held, []))
+        return
+    st.session_state.pop(held, None)
+    panels = [
+        _panel(column, api, tenant, name, label, prompt, max_tokens, temperature)
+        for column, name, label in zip(
+            st.columns(2), (base, model), ("base", "deployment"), strict=True
+        )
+    ]
+    try:
+        _follow(panels)
+    finally:
+        # Also when the reader leaves, which ends this script with an exception.
+        for panel in panels:
+            panel.stream.close()
+        st.session_state[held] = [panel.answer for panel in panels]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one side has said so far."""
+
+    label: str
+    model: str
+    started_s: float = field(default_factory=time.monotonic)
+    text: str = ""
+    num_pieces: int = 0
+    elapsed_s: float = 0.0
+    error: str | None = None
+    is_done: bool = False
 
 
 @dataclass(slots=True)
 class _Panel:
-    place: DeltaGenerator
+    answer: _Answer
+    text_place: DeltaGenerator
+    status_place: DeltaGenerator
+    stream: ChatStream
     pieces: queue.Queue[str | Exception | None]
-    text: str = ""
-    is_done: bool = False
+    drawn_s: float = 0.0
 
 
-def _start(
-    api: Api, tenant: Tenant, model: str, prompt: str, max_tokens: int, temperature: float
-) -> queue.Queue[str | Exception | None]:
-    """Stream in a thread of its own: two answers must not wait for each other."""
+def _panel(
+    column: DeltaGenerator,
+    api: Api,
+    tenant: Tenant,
+    model: str,
+    label: str,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+) -> _Panel:
+    stream = api.chat(
+        tenant["id"],
+        model,
+        [{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
     pieces: queue.Queue[str | Exception | None] = queue.Queue()
 
-    def run() -> None:
+    def read() -> None:
         try:
-            stream: Iterator[str] = api.stream_chat(
-                tenant["id"],
-                model,
-                [{"role": "user", "content": prompt}],
-                max_tokens=max_tokens,
-                temperature=temperature,
-            )
             for piece in stream:
                 pieces.put(piece)
             pieces.put(None)
         except (ApiError, ApiUnreachableError) as error:
             pieces.put(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return pieces
+    answer = _Answer(label, model)
+    with column.container(border=True):
+        _head(answer)
+        panel = _Panel(answer, st.empty(), st.empty(), stream, pieces)
+    # A thread each: two answers must not wait for each other.
+    threading.Thread(target=read, name="playground stream", daemon=True).start()
+    return panel
 
 
-def _show(panels: list[_Panel]) -> None:
-    while not all(panel.is_done for panel in panels):
+def _follow(panels: list[_Panel]) -> None:
+    while not all(panel.answer.is_done for panel in panels):
         for panel in panels:
-            if panel.is_done:
-                continue
-            try:
-                piece = panel.pieces.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if isinstance(piece, str):
-                panel.text += piece
-                panel.place.text(panel.text)
-            else:
-                panel.is_done = True
-                if isinstance(piece, Exception):
-                    panel.place.error(f"{panel.text}\n\n{piece}" if panel.text else str(piece))
+            if not panel.answer.is_done:
+                _advance(panel)
+
+
+def _advance(panel: _Panel) -> None:
+    """Take what has come, and draw it once."""
+    answer = panel.answer
+    try:
+        pieces = [panel.pieces.get(timeout=_POLL_S)]
+        while not panel.pieces.empty():
+            pieces.append(panel.pieces.get_nowait())
+    except queue.Empty:
+        pieces = []
+    now = time.monotonic()
+    answer.elapsed_s = now - answer.started_s
+    for piece in pieces:
+        if isinstance(piece, str):
+            answer.text += piece
+            answer.num_pieces += 1
+            continue
+        answer.is_done = True
+        if isinstance(piece, ApiError):
+            answer.error = str(piece)
+        elif piece is not None:
+            answer.error = "The control API stopped answering."
+    if pieces or now - panel.drawn_s > _REDRAW_S:
+        panel.drawn_s = now
+        _draw(answer, panel.text_place, panel.status_place)
+
+
+def _head(answer: _Answer) -> None:
+    st.caption(f"{answer.label} · {fmt.code(answer.model)}")
+
+
+def _draw(answer: _Answer, text_place: DeltaGenerator, status_place: DeltaGenerator) -> None:
+    """Text as it is, never as Markdown: a model may write anything."""
+    if answer.text:
+        text_place.text(answer.text)
+    elif answer.is_done and answer.error is None:
+        text_place.caption("It said nothing.")
+    if answer.error is not None:
+        status_place.error(fmt.literal(answer.error), icon=":material/error:")
+        return
+    state = "" if answer.is_done else " …"
+    status_place.caption(f"{answer.elapsed_s:.1f} s{state}")
+
+
+def _show_again(answers: list[_Answer]) -> None:
+    if not answers:
+        return
+    for column, answer in zip(st.columns(len(answers)), answers, strict=True):
+        with column.container(border=True):
+            _head(answer)
+            _draw(answer, st.empty(), st.empty())
+            if not answer.is_done:
+                st.caption("Not finished: the page was left.")

@@ -6,36 +6,61 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, User
+from loraplex_admin.api import Api, RequestRow, User
 
 
 def render(api: Api, _user: User) -> None:
     """One page of the log, newest first."""
     st.title("Requests")
     tenant = choices.tenant(api, key="requests_tenant", allow_all=True)
-    cursors = f"requests_cursors_{tenant['id'] if tenant else 'all'}"
-    page = api.requests(tenant_id=tenant["id"] if tenant else None, after=choices.cursor(cursors))
+    tenant_id = tenant["id"] if tenant else None
+    cursors = f"requests_cursors_{tenant_id or 'all'}"
+    page = api.requests(tenant_id=tenant_id, after=choices.cursor(cursors))
     if not page["data"]:
         st.info("No request yet.")
         return
+    slugs = {t["id"]: t["slug"] for t in api.tenants(limit=choices.MAX_CHOICES)["data"]}
     st.dataframe(
-        [
-            {
-                "time": fmt.time(row.get("admitted_at")),
-                "model": row.get("model"),
-                "state": row.get("state"),
-                "status": row.get("http_status"),
-                "finish": row.get("finish_reason"),
-                "prompt": row.get("prompt_tokens"),
-                "completion": row.get("completion_tokens"),
-                "TTFT ms": row.get("ttft_ms"),
-                "total ms": row.get("e2e_ms"),
-                "error": row.get("error_code"),
-                "id": row["id"],
-            }
-            for row in page["data"]
-        ],
+        [_row(row, slugs) for row in page["data"]],
         hide_index=True,
+        column_order=None if tenant is None else [c for c in _COLUMNS if c != "tenant"],
+        column_config={"model": st.column_config.TextColumn(width="medium")},
         key="requests_table",
     )
-    choices.pager(cursors, page["last_id"], has_more=page["has_more"])
+    choices.pager(cursors, page)
+    st.caption("Newest first. Prompts and answers are stored nowhere.")
+
+
+_COLUMNS = (
+    "time",
+    "tenant",
+    "model",
+    "state",
+    "status",
+    "ended",
+    "prompt",
+    "completion",
+    "first token ms",
+    "total ms",
+    "error",
+    "kind",
+    "id",
+)
+
+
+def _row(row: RequestRow, slugs: dict[str, str]) -> dict[str, object]:
+    return {
+        "time": fmt.time(row["created_at"]),
+        "tenant": slugs.get(row["tenant_id"], row["tenant_id"]),
+        "model": row["model"],
+        "state": "running" if row["state"] == "reserved" else row["state"],
+        "status": row["http_status"],
+        "ended": row["finish_reason"] or "",
+        "prompt": row["prompt_tokens"],
+        "completion": row["completion_tokens"],
+        "first token ms": row["ttft_ms"],
+        "total ms": row["e2e_ms"],
+        "error": row["error_code"] or "",
+        "kind": row["kind"],
+        "id": row["id"],
+    }

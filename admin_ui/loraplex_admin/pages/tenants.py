@@ -8,6 +8,8 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.api import Api, ApiError, ApiKey, Tenant, User
 
+_NEW_TENANT_FIELDS = ("new_tenant_slug", "new_tenant_name")
+
 
 def render(api: Api, user: User) -> None:
     """The list, a form for a new tenant, then the keys of the chosen one."""
@@ -16,16 +18,18 @@ def render(api: Api, user: User) -> None:
     _tenant_list(api)
     if can_write:
         _new_tenant(api)
-    st.divider()
+    st.subheader("Keys")
+    _new_secret()
     tenant = choices.tenant(api, key="tenants_tenant")
     if tenant is None:
         return
-    _new_secret()
     _keys(api, tenant, can_write=can_write)
 
 
 def _tenant_list(api: Api) -> None:
     page = api.tenants(after=choices.cursor("tenants_cursors"))
+    if not page["data"]:
+        return
     st.dataframe(
         [
             {
@@ -40,69 +44,84 @@ def _tenant_list(api: Api) -> None:
         hide_index=True,
         key="tenants_table",
     )
-    choices.pager("tenants_cursors", page["last_id"], has_more=page["has_more"])
+    choices.pager("tenants_cursors", page)
 
 
 def _new_tenant(api: Api) -> None:
     with st.expander("New tenant", icon=":material/add:"), st.form("new_tenant", border=False):
         slug = st.text_input(
-            "Slug", key="new_tenant_slug", help="Lower-case letters, digits and dashes."
+            "Slug",
+            key="new_tenant_slug",
+            max_chars=63,
+            help="Its short name, for good: lower-case letters, digits and dashes.",
         )
-        name = st.text_input("Name (optional)", key="new_tenant_name")
-        if st.form_submit_button("Create tenant", type="primary"):
+        name = st.text_input("Name (optional)", key="new_tenant_name", max_chars=200)
+        if st.form_submit_button("Create tenant", type="primary", key="new_tenant_go"):
             try:
                 tenant = api.create_tenant(slug.strip(), name.strip())
             except ApiError as error:
                 choices.show_refusal(error)
                 return
             st.session_state["last_tenant_id"] = tenant["id"]
-            st.session_state.pop("tenants_tenant", None)
+            for name in ("tenants_tenant", "tenants_cursors", *_NEW_TENANT_FIELDS):
+                st.session_state.pop(name, None)
+            st.toast(f"Tenant {fmt.code(tenant['slug'])} is there.", icon=":material/check:")
             st.rerun()
 
 
 def _new_secret() -> None:
-    secret = st.session_state.get("new_secret")
-    if secret is None:
+    made: ApiKey | None = st.session_state.get("new_secret")
+    if made is None:
         return
     with st.container(border=True):
-        st.warning("Copy the key now: it is shown this once.", icon=":material/key:")
-        st.code(secret, language=None)
+        st.warning(
+            f"Copy the key {fmt.code(made['name'])} now: it is shown this once.",
+            icon=":material/key:",
+        )
+        st.code(made["secret"], language=None, wrap_lines=True)
         if st.button("I have copied it", key="new_secret_done"):
             del st.session_state["new_secret"]
             st.rerun()
 
 
 def _keys(api: Api, tenant: Tenant, *, can_write: bool) -> None:
-    st.subheader(f"Keys of {tenant['slug']}")
+    if can_write:
+        _new_key(api, tenant)
     cursors = f"keys_cursors_{tenant['id']}"
     page = api.keys(tenant["id"], after=choices.cursor(cursors))
     if not page["data"]:
         st.info("This tenant has no key yet.")
     for key in page["data"]:
         _key_row(api, tenant, key, can_write=can_write)
-    choices.pager(cursors, page["last_id"], has_more=page["has_more"])
-    if not can_write:
+    choices.pager(cursors, page)
+
+
+def _new_key(api: Api, tenant: Tenant) -> None:
+    with (
+        st.form("new_key", clear_on_submit=False),
+        st.container(horizontal=True, vertical_alignment="bottom"),
+    ):
+        name = st.text_input(
+            "Name of a new key", key="new_key_name", max_chars=80, placeholder="production"
+        )
+        is_asked = st.form_submit_button("Create key", type="primary", key="new_key_go")
+    if not is_asked:
         return
-    with st.form("new_key"):
-        name = st.text_input("Name of a new key", key="new_key_name")
-        if st.form_submit_button("Create key", type="primary"):
-            try:
-                made = api.create_key(tenant["id"], name.strip())
-            except ApiError as error:
-                choices.show_refusal(error)
-                return
-            st.session_state["new_secret"] = made["secret"]
-            st.rerun()
+    try:
+        st.session_state["new_secret"] = api.create_key(tenant["id"], name.strip())
+    except ApiError as error:
+        choices.show_refusal(error)
+        return
+    st.session_state.pop(f"keys_cursors_{tenant['id']}", None)
+    st.session_state.pop("new_key_name", None)
+    st.rerun()
 
 
 def _key_row(api: Api, tenant: Tenant, key: ApiKey, *, can_write: bool) -> None:
     with st.container(border=True):
-        about, state, action = st.columns([5, 3, 2], vertical_alignment="center")
+        about, state, action = st.columns([6, 2, 2], vertical_alignment="center")
         about.text(key["name"])
-        about.caption(
-            f"`{key['redacted']}` · made {fmt.time(key['created_at'])} · "
-            f"last used {fmt.time(key['last_used_at'])}"
-        )
+        about.caption(_about(key))
         state.badge(key["status"], color="green" if key["status"] == "active" else "gray")
         if not can_write or key["status"] != "active":
             return
@@ -112,12 +131,27 @@ def _key_row(api: Api, tenant: Tenant, key: ApiKey, *, can_write: bool) -> None:
                 st.session_state[asked] = True
                 st.rerun()
             return
-        st.write("Its next request is refused. This cannot be undone.")
-        yes, no, _rest = st.columns([2, 2, 6])
-        if yes.button("Revoke it", key=f"revoke_yes_{key['id']}", type="primary"):
-            api.revoke_key(tenant["id"], key["id"])
+        st.warning("Its next request is refused. This cannot be undone.")
+        with st.container(horizontal=True):
+            is_sure = st.button("Revoke it", key=f"revoke_yes_{key['id']}", type="primary")
+            is_kept = st.button("Keep it", key=f"revoke_no_{key['id']}")
+        if is_sure:
+            try:
+                api.revoke_key(tenant["id"], key["id"])
+            except ApiError as error:
+                choices.show_refusal(error)
+                return
+        if is_sure or is_kept:
             del st.session_state[asked]
             st.rerun()
-        if no.button("Keep it", key=f"revoke_no_{key['id']}"):
-            del st.session_state[asked]
-            st.rerun()
+
+
+def _about(key: ApiKey) -> str:
+    parts = [fmt.code(key["redacted"]), f"made {fmt.time(key['created_at'])}"]
+    if key["revoked_at"] is not None:
+        parts.append(f"revoked {fmt.time(key['revoked_at'])}")
+    elif key["expires_at"] is not None:
+        parts.append(f"expires {fmt.time(key['expires_at'])}")
+    used = key["last_used_at"]
+    parts.append("never used" if used is None else f"last used {fmt.time(used)}")
+    return " · ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from typing import TypedDict
 
 import altair as alt
 import pandas as pd
@@ -11,16 +12,43 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiError, UsageRow, User
+from loraplex_admin.api import Api, UsageRow, User
 
 _RANGES = {
     "Last hour": (timedelta(hours=1), "1m"),
     "Last day": (timedelta(days=1), "1h"),
     "Last 7 days": (timedelta(days=7), "1h"),
     "Last 30 days": (timedelta(days=30), "1d"),
+    "Last 90 days": (timedelta(days=90), "1d"),
 }
-_GROUPS = {"Model": "model", "Tenant": "tenant_id", "Key": "key_id"}
-_MEASURES = {"Completion tokens": "completion_tokens", "Prompt tokens": "prompt_tokens"}
+_GROUPS = {
+    "Model": "model",
+    "Tenant": "tenant_id",
+    "Key": "key_id",
+    "Adapter version": "adapter_version_id",
+}
+_MEASURES = {
+    "Dollars": "cost_usd",
+    "Completion tokens": "completion_tokens",
+    "Prompt tokens": "prompt_tokens",
+    "Requests": "requests",
+}
+# More colours than this cannot be told apart: the rest of the chart is one group.
+_MAX_COLOURS = 6
+_REST = "others"
+_WIDTHS = {
+    "1m": timedelta(minutes=1),
+    "1h": timedelta(hours=1),
+    "1d": timedelta(days=1),
+}
+
+
+class _Query(TypedDict):
+    start: int
+    end: int
+    bucket: str
+    group_by: list[str]
+    tenant_id: str | None
 
 
 def render(api: Api, _user: User) -> None:
@@ -31,39 +59,46 @@ def render(api: Api, _user: User) -> None:
         tenant = choices.tenant(api, key="usage_tenant", allow_all=True)
     span, bucket = _RANGES[filters[1].selectbox("Time", list(_RANGES), index=1, key="usage_range")]
     group = _GROUPS[filters[2].selectbox("Split by", list(_GROUPS), key="usage_group")]
-    measure = filters[3].selectbox("Show", list(_MEASURES), key="usage_measure")
-    end = datetime.now(UTC).replace(second=0, microsecond=0) + timedelta(minutes=1)
-    query = {
-        "start": int((end - span).timestamp()),
-        "end": int(end.timestamp()),
-        "bucket": bucket,
-        "group_by": [group],
-        "tenant_id": tenant["id"] if tenant else None,
-    }
-    try:
-        rows = api.usage(**query)  # type: ignore[arg-type] # one query for both answers
-    except ApiError as error:
-        choices.show_refusal(error)
-        return
+    measure = filters[3].selectbox("Chart", list(_MEASURES), key="usage_measure")
+    query = _query(span, bucket, group, tenant["id"] if tenant else None)
+    rows, is_cut = api.usage(**query)
     if not rows:
         st.info("Nothing was used in this time.")
         return
+    if is_cut:
+        st.warning("There is more than is shown here; the CSV has it all.")
     _totals(rows)
-    _chart(rows, group, _MEASURES[measure], measure)
+    _chart(rows, group, measure, bucket, query)
     _table(rows, group)
     st.download_button(
         "Download CSV",
-        api.usage_csv(**query),  # type: ignore[arg-type] # as above
+        lambda: api.usage_csv(**query),
         file_name="loraplex-usage.csv",
         mime="text/csv",
         icon=":material/download:",
+        on_click="ignore",
         key="usage_csv",
     )
+    st.caption("Times are UTC. Absorbed tokens are on the platform: nobody pays for them.")
+
+
+def _query(span: timedelta, bucket: str, group: str, tenant_id: str | None) -> _Query:
+    """Whole buckets: a chart must not begin with a piece of one."""
+    width_s = int(_WIDTHS[bucket].total_seconds())
+    end = (int(datetime.now(UTC).timestamp()) // width_s + 1) * width_s
+    return {
+        "start": end - int(span.total_seconds()),
+        "end": end,
+        "bucket": bucket,
+        "group_by": [group],
+        "tenant_id": tenant_id,
+    }
 
 
 def _totals(rows: list[UsageRow]) -> None:
     columns = st.columns(4)
-    columns[0].metric("Cost", fmt.usd(str(sum(Decimal(r["cost_usd"]) for r in rows))), border=True)
+    cost = sum((Decimal(row["cost_usd"]) for row in rows), Decimal(0))
+    columns[0].metric("Cost", fmt.usd(str(cost)), border=True)
     columns[1].metric("Requests", fmt.count(sum(r["requests"] for r in rows)), border=True)
     prompt = sum(r["prompt_tokens"] for r in rows)
     columns[2].metric("Prompt tokens", fmt.count(prompt), border=True)
@@ -74,28 +109,63 @@ def _totals(rows: list[UsageRow]) -> None:
 def _label(row: UsageRow, group: str) -> str:
     if group == "tenant_id":
         return row.get("tenant") or row["tenant_id"]
+    if group == "adapter_version_id":
+        return row.get("adapter_version_id") or "base"
     return str(row.get(group) or "–")
 
 
-def _chart(rows: list[UsageRow], group: str, field: str, title: str) -> None:
+def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _Query) -> None:
+    field = _MEASURES[measure]
+    sums: dict[str, Decimal] = {}
+    for row in rows:
+        label = _label(row, group)
+        sums[label] = sums.get(label, Decimal(0)) + Decimal(row[field])  # type: ignore[literal-required]
+    largest = sorted(sums, key=lambda label: (-sums[label], label))
+    shown = largest if len(largest) <= _MAX_COLOURS else largest[: _MAX_COLOURS - 1]
     frame = pd.DataFrame(
         {
-            "time": pd.to_datetime([row["start_time"] for row in rows], unit="s", utc=True),
-            "value": [row[field] for row in rows],  # type: ignore[literal-required]
-            "group": [_label(row, group) for row in rows],
+            "start": pd.to_datetime([row["start_time"] for row in rows], unit="s"),
+            "end": pd.to_datetime([row["end_time"] for row in rows], unit="s"),
+            "value": [float(row[field]) for row in rows],  # type: ignore[literal-required]
+            "group": [label if (label := _label(row, group)) in shown else _REST for row in rows],
         }
     )
+    frame = frame.groupby(["start", "end", "group"], as_index=False, sort=True).sum()
+    domain = [pd.Timestamp(query[edge], unit="s").isoformat() for edge in ("start", "end")]  # type: ignore[literal-required]
+    time_format = "%b %d" if bucket == "1d" else "%H:%M" if bucket == "1m" else "%b %d %H:%M"
+    number_format = "$,.2~g" if field == "cost_usd" else ",d"
     chart = (
         alt.Chart(frame)
         .mark_bar()
         .encode(
-            x=alt.X("time:T", title=None),
-            y=alt.Y("value:Q", title=title),
-            color=alt.Color("group:N", title=None, legend=alt.Legend(orient="top", labelLimit=240)),
+            # The times are UTC and shown so, wherever the reader is.
+            x=alt.X(
+                "start:T",
+                title=None,
+                scale=alt.Scale(type="utc", domain=domain),
+                axis=alt.Axis(format=time_format, labelOverlap=True, grid=False),
+            ),
+            x2="end:T",
+            y=alt.Y(
+                "value:Q",
+                title=measure,
+                stack="zero",
+                axis=alt.Axis(format=number_format, tickCount=5),
+            ),
+            color=alt.Color(
+                "group:N",
+                title=None,
+                sort=[*shown, _REST],
+                legend=alt.Legend(orient="top", labelLimit=220, columns=3, symbolType="square"),
+            ),
             tooltip=[
-                alt.Tooltip("time:T", format="%Y-%m-%d %H:%M"),
+                alt.Tooltip("utcyearmonthdatehoursminutes(start):T", title="from (UTC)"),
                 alt.Tooltip("group:N", title="split"),
-                alt.Tooltip("value:Q", title=title, format=","),
+                alt.Tooltip(
+                    "value:Q",
+                    title=measure,
+                    format="$,.12~f" if field == "cost_usd" else ",d",
+                ),
             ],
         )
         .properties(height=280)
@@ -104,29 +174,35 @@ def _chart(rows: list[UsageRow], group: str, field: str, title: str) -> None:
 
 
 def _table(rows: list[UsageRow], group: str) -> None:
-    totals: dict[str, dict[str, int | Decimal]] = {}
+    totals: dict[str, dict[str, int]] = {}
+    costs: dict[str, Decimal] = {}
     for row in rows:
-        line = totals.setdefault(
-            _label(row, group),
-            {"requests": 0, "prompt": 0, "completion": 0, "absorbed": 0, "cost": Decimal(0)},
-        )
-        line["requests"] += row["requests"]
-        line["prompt"] += row["prompt_tokens"]
-        line["completion"] += row["completion_tokens"]
-        line["absorbed"] += row["absorbed_tokens"]
-        line["cost"] += Decimal(row["cost_usd"])
+        label = _label(row, group)
+        line = totals.setdefault(label, dict.fromkeys(_COUNTS, 0))
+        for column, field in _COUNTS.items():
+            line[column] += row[field]  # type: ignore[literal-required]
+        costs[label] = costs.get(label, Decimal(0)) + Decimal(row["cost_usd"])
+    title = next(name for name, value in _GROUPS.items() if value == group).lower()
+    counts = {column: st.column_config.NumberColumn(format="localized") for column in _COUNTS}
     st.dataframe(
         [
-            {
-                "split": label,
-                "requests": line["requests"],
-                "prompt tokens": line["prompt"],
-                "completion tokens": line["completion"],
-                "absorbed tokens": line["absorbed"],
-                "cost": fmt.usd(str(line["cost"])),
-            }
-            for label, line in sorted(totals.items())
+            {title: label, **totals[label], "cost": fmt.usd(str(costs[label]))}
+            for label in sorted(totals, key=lambda label: (-costs[label], label))
         ],
         hide_index=True,
+        column_config={
+            title: st.column_config.TextColumn(width="medium"),
+            "cost": st.column_config.TextColumn(alignment="right"),
+            **counts,
+        },
         key="usage_table",
     )
+
+
+_COUNTS = {
+    "requests": "requests",
+    "prompt tokens": "prompt_tokens",
+    "of them cached": "cached_tokens",
+    "completion tokens": "completion_tokens",
+    "absorbed tokens": "absorbed_tokens",
+}

@@ -1,0 +1,249 @@
+"""The platform that the console talks to: control API, gateway and worker on real ports, with a
+scripted engine, a real Postgres and a real Redis behind them.
+
+Everything runs on an event loop in a thread of its own, so that Streamlit (which is synchronous) and
+Playwright can be driven from the test.
+
+`python -m tests.admin_ui.stand` runs one, and prints where, for looking at the console by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from loraplex_admin.api import SESSION_COOKIE, Api
+from loraplex_engine.protocol import Generate
+from loraplex_platform.control.app import create_app
+from loraplex_platform.gateway.app import open_gateway
+from loraplex_platform.gateway.main import Server
+from loraplex_platform.settings import WorkerSettings
+from loraplex_platform.worker.app import open_worker
+
+from tests.platform.control.stand import (
+    ADMIN_KEY,
+    AdapterFiles,
+    adapter,
+    announce,
+    cheap_passwords,
+    settings_for,
+    write_model,
+)
+from tests.platform.gateway import stand as gateway_stand
+from tests.platform.gateway import tiny_model
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.processes import until
+
+PASSWORD = "correct horse battery"
+BASE_ANSWER = "I am the base model. Please stop."
+ADAPTER_ANSWER = "Paris is the capital of France."
+
+
+@dataclass
+class Stand:
+    """What a test of the console touches."""
+
+    control_url: str
+    engine: FakeEngine
+    loop: asyncio.AbstractEventLoop
+    http: httpx.Client  # with the admin key
+    base_script: Script = field(
+        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(BASE_ANSWER), 2])
+    )
+    adapter_script: Script = field(
+        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(ADAPTER_ANSWER), 2])
+    )
+
+    def script_for(self, request: Generate) -> Script:
+        """The base says one thing, every adapter another."""
+        return self.base_script if request.adapter_digest is None else self.adapter_script
+
+    def user(self, role: str, email: str | None = None) -> str:
+        """A new user; their e-mail. The password is `PASSWORD`."""
+        email = email or f"{role}@example.com"
+        body = {"email": email, "password": PASSWORD, "role": role}
+        answer = self.http.post("/admin/v1/users", json=body)
+        assert answer.status_code in {201, 409}, answer.text
+        return email
+
+    def session(self, role: str = "admin") -> str:
+        """The cookie of a user of that role who is logged in."""
+        body = {"email": self.user(role), "password": PASSWORD}
+        with httpx.Client(base_url=self.control_url) as client:
+            answer = client.post("/admin/v1/sessions", json=body)
+            assert answer.status_code == 201, answer.text
+            return client.cookies[SESSION_COOKIE]
+
+    def api(self, role: str = "admin") -> Api:
+        """The console's client, logged in."""
+        return Api(self.control_url, self.session(role))
+
+    def post(self, path: str, **options: Any) -> dict[str, Any]:
+        """POST with the admin key, below /admin/v1; must succeed."""
+        answer = self.http.post(f"/admin/v1{path}", **options)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def tenant(self, slug: str, name: str | None = None) -> dict[str, Any]:
+        """A new tenant."""
+        return self.post("/tenants", json={"slug": slug} | ({"name": name} if name else {}))
+
+    def upload(
+        self, tenant_id: str, name: str, files: AdapterFiles | None = None
+    ) -> dict[str, Any]:
+        """A new adapter."""
+        files = files or adapter()
+        return self.post(
+            f"/tenants/{tenant_id}/adapters",
+            data={"name": name},
+            files={"adapter_config": files.config, "adapter_model": files.model},
+        )
+
+    def deploy(self, tenant_id: str, name: str, version_id: str | None) -> dict[str, Any]:
+        """A deployment."""
+        path = f"/admin/v1/tenants/{tenant_id}/deployments/{name}"
+        answer = self.http.put(path, json={"version_id": version_id})
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def run(self, coroutine: Any) -> Any:
+        """A coroutine, on the stand's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+
+@contextlib.asynccontextmanager
+async def _serving(app: Any) -> AsyncIterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=2,
+    )
+    server = Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def _platform(
+    db_url: str, redis_url: str, folder: Path, console_url: str
+) -> AsyncIterator[tuple[str, FakeEngine]]:
+    async with AsyncExitStack() as stack:
+        engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
+        await stack.enter_async_context(engine)
+        announce(redis_url, engine)
+        (folder / "gateway").mkdir()
+        gateway = await stack.enter_async_context(
+            open_gateway(gateway_stand.settings_for(db_url, redis_url, folder / "gateway"))
+        )
+        settings = settings_for(
+            db_url,
+            redis_url,
+            folder,
+            model_dir=write_model(folder / "model"),
+            gateway_url=await stack.enter_async_context(gateway_stand.serving(gateway)),
+            console_url=console_url,
+        )
+        app = create_app(settings, passwords=cheap_passwords())
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        worker = WorkerSettings.model_validate(
+            {"database_url": db_url, "redis_url": redis_url, "journal_interval_s": 0.2}
+        )
+        await stack.enter_async_context(open_worker(worker))
+        await until(lambda: gateway.router.num_ready > 0)
+        yield await stack.enter_async_context(_serving(app)), engine
+
+
+@contextmanager
+def stand(
+    db_url: str, redis_url: str, folder: Path, *, console_url: str = "http://127.0.0.1:8501"
+) -> Iterator[Stand]:
+    """Run a platform in a thread until the block ends.
+
+    Args:
+        db_url, redis_url: empty, for this stand alone.
+        folder: with a short name, for sockets.
+        console_url: where the login form leads to.
+    """
+    ready = threading.Event()
+    box: dict[str, Any] = {}
+
+    async def live() -> None:
+        box["stop"] = asyncio.Event()
+        box["loop"] = asyncio.get_running_loop()
+        async with _platform(db_url, redis_url, folder, console_url) as (url, engine):
+            box["url"], box["engine"] = url, engine
+            ready.set()
+            await box["stop"].wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(live())
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            box["error"] = error
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run, name="stand")
+    thread.start()
+    ready.wait()
+    try:
+        if "error" in box:
+            raise box["error"]
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        with httpx.Client(base_url=box["url"], headers=headers, timeout=30) as client:
+            made = Stand(box["url"], box["engine"], box["loop"], client)
+            made.engine.script_for = made.script_for
+            yield made
+    finally:
+        if "stop" in box and not box["loop"].is_closed():
+            box["loop"].call_soon_threadsafe(box["stop"].set)
+        thread.join(30)
+    if "error" in box:
+        raise box["error"]
+
+
+def main() -> None:
+    """Serve until Ctrl-C."""
+    from loraplex_platform.local.embedded import start_redis
+
+    from tests.support.postgres import PostgresServer
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lpx-")))
+        postgres = PostgresServer(folder / "postgres")
+        stack.callback(postgres.stop)
+        redis = start_redis(folder / "redis")
+        stack.callback(redis.stop)
+        url = stack.enter_context(postgres.clone())
+        made = stack.enter_context(stand(url, redis.url, folder))
+        made.user("admin")
+        made.user("viewer")
+        print(f"control API: {made.control_url}  admin key: {ADMIN_KEY}", flush=True)
+        print(f"log in as admin@example.com or viewer@example.com: {PASSWORD}", flush=True)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()
