@@ -32,7 +32,8 @@ _HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
+    # Not "no-referrer": a browser would then send the login form with "Origin: null", as a stranger's.
+    "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-site",
     "cache-control": "no-store",
 }
