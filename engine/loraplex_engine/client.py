@@ -64,6 +64,8 @@ _MONITORED = (
 _CLOSED = "the client was closed"
 _FAREWELL_MS = 200  # how long closing may wait to hand over the last aborts
 
+_REST_MS = 20  # how long a lost connection may stay quiet before it is closed
+
 Attempt = tuple[str, int]  # (request_id, attempt)
 Reply = TypeVar("Reply", bound=StatsReply | UsageReply | JournalReply)
 
@@ -355,9 +357,11 @@ class EngineClient:
             self._socket = socket
             self._heard_at = time.monotonic()
             self._say_hello()
-            return await _first_of(
+            reason = await _first_of(
                 self._receive(socket), self._watch_silence(), self._watch_disconnect(monitor)
             )
+            await self._receive_rest(socket)
+            return reason
         except asyncio.CancelledError:
             linger_ms = _FAREWELL_MS
             raise
@@ -400,6 +404,14 @@ class EngineClient:
             reason = self._handle(message)
             if reason is not None:
                 return reason
+
+    async def _receive_rest(self, socket: zmq.asyncio.Socket) -> None:
+        """What came before the end: a draining replica's last events overtake nobody."""
+        while await socket.poll(_REST_MS):
+            try:
+                self._handle(decode_from_engine(await socket.recv()))
+            except msgspec.MsgspecError:
+                return
 
     def _handle(self, message: EngineMessage) -> str | None:
         """Deliver one message; a reason ends the connection."""

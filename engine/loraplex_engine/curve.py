@@ -1,20 +1,20 @@
 """CURVE keys for engines on TCP: key files, and the allow-list of gateways.
 
-Key files are ZeroMQ's own certificate format; `python -m loraplex_engine.curve FOLDER NAME` makes a
-pair, `NAME.key` (public, to hand out) and `NAME.key_secret` (0600). The allow-list is a text file
-with one Z85 public key a line, `#` comments; it is read again when it changes, so taking a line out
-shuts that gateway out at its next connection.
+A secret key file holds one line, the Z85 secret key, and is closed to others (0600); the public key
+follows from it. `python -m loraplex_engine.curve FILE` makes one and prints the public key. The
+allow-list is a text file with one Z85 public key a line, then a space and whatever helps to know whose
+it is; lines starting with "# " are comments. It is read again when it changes, so taking a line out shuts that gateway out at its next connection.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
-import zmq.auth
 
 from loraplex_engine.errors import ConfigError
 
@@ -31,23 +31,22 @@ def load_key_pair(path: Path) -> KeyPair:
     """Read a secret key file. Raises `ConfigError` when it is not one, or others can read it."""
     try:
         mode = path.stat().st_mode
-        public_key, secret_key = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a CURVE key file ({error})") from error
-    if secret_key is None:
-        raise ConfigError(f"{path}: holds no secret key; give the .key_secret file")
+        secret_key = path.read_text(encoding="ascii").strip().encode()
+        public_key = zmq.curve_public(secret_key)
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        raise ConfigError(f"{path}: not a file with one Z85 secret key ({error})") from error
     if mode & 0o077:
         raise ConfigError(f"{path}: others can read this secret; run chmod 600 on it")
     return KeyPair(public_key, secret_key)
 
 
-def make_key_pair(folder: Path, name: str) -> Path:
-    """Write `NAME.key` and `NAME.key_secret`; returns the secret's path."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _public, secret = zmq.auth.create_certificates(folder, name)
-    path = Path(secret)
-    path.chmod(0o600)
-    return path
+def make_key_pair(path: Path) -> KeyPair:
+    """Write a new secret key to `path`, which must not exist. Raises `OSError`."""
+    public_key, secret_key = zmq.curve_keypair()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(secret_key + b"\n")
+    return KeyPair(public_key, secret_key)
 
 
 class AllowList:
@@ -69,11 +68,15 @@ class AllowList:
             lines = self._path.read_text().splitlines()
         except OSError as error:
             raise ConfigError(f"cannot read the allow-list: {error}") from error
-        keys = [line.split("#")[0].strip().encode() for line in lines]
-        bad = [key for key in keys if key and len(key) != 40]
-        if bad:
-            raise ConfigError(f"{self._path}: a line is not a Z85 public key of 40 characters")
-        self._keys = frozenset(key for key in keys if key)
+        # A key may itself hold, or begin with, "#": what ends it is a space.
+        words = [line.split(maxsplit=1)[0] for line in lines if line.strip()]
+        keys = [word.encode() for word in words if word != "#"]
+        if any(len(key) != 40 for key in keys):
+            raise ConfigError(
+                f"{self._path}: a line does not start with a Z85 public key of 40 characters, nor"
+                ' with "# "'
+            )
+        self._keys = frozenset(keys)
         self._stamp = stamp
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -85,19 +88,22 @@ class AllowList:
         return key in self._keys
 
 
-def main() -> None:
+def main() -> int:
     """The command line of the module's header."""
     parser = argparse.ArgumentParser(
         prog="python -m loraplex_engine.curve",
-        description="Make a CURVE key pair for an engine or a gateway.",
+        description="Make a CURVE key for an engine or a gateway; prints the public key.",
     )
-    parser.add_argument("folder", type=Path, help="where the two files go")
-    parser.add_argument("name", help="NAME.key is public, NAME.key_secret stays secret")
+    parser.add_argument("file", type=Path, help="where the secret key goes; must not exist")
     arguments = parser.parse_args()
-    secret = make_key_pair(arguments.folder, arguments.name)
-    public_key = load_key_pair(secret).public_key.decode()
-    sys.stdout.write(f"{secret}\npublic key, for the other side's list: {public_key}\n")
+    try:
+        keys = make_key_pair(arguments.file)
+    except OSError as error:
+        sys.stderr.write(f"curve: {error}\n")
+        return 1
+    sys.stdout.write(keys.public_key.decode() + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

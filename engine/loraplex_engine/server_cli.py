@@ -96,7 +96,7 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(
         wire,
         "--curve-secret-key-file",
-        "Our key pair, from python -m loraplex_engine.curve.",
+        "File with our secret key, from python -m loraplex_engine.curve.",
         type=Path,
     )
     flag(

@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.curve import load_key_pair, make_key_pair
+from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
 from loraplex_engine.errors import ConfigError
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
@@ -49,7 +49,7 @@ from loraplex_engine.server_cli import main, read_options
 
 from tests.support.fake_replica import BOMB_ID, NAN_ID, UNKNOWN_DIGEST, FakeReplicaEngine
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 DIGESTS = ["sha256:" + f"{i:064x}" for i in range(1, 9)]
 
 
@@ -804,16 +804,16 @@ async def test_a_second_engine_cannot_take_the_address_or_the_journal(
 
 
 async def test_tcp_admits_only_listed_keys(folder: Path) -> None:
-    server_secret = make_key_pair(folder / "keys", "server")
-    server = load_key_pair(server_secret)
-    friend = load_key_pair(make_key_pair(folder / "keys", "friend"))
-    stranger = load_key_pair(make_key_pair(folder / "keys", "stranger"))
+    server = make_key_pair(folder / "server.key")
+    friend = make_key_pair(folder / "friend.key")
+    stranger = make_key_pair(folder / "stranger.key")
+    assert load_key_pair(folder / "friend.key") == friend
     allowed = folder / "allowed"
-    allowed.write_text(f"# gateways\n{friend.public_key.decode()}  # gw-1\n\n")
+    allowed.write_text(f"# gateways\n{friend.public_key.decode()} gw-1\n\n#\n")
     async with run_replica(
         folder,
         address="tcp://127.0.0.1:0",
-        curve_secret_key_file=server_secret,
+        curve_secret_key_file=folder / "server.key",
         curve_allowed_keys_file=allowed,
     ) as replica:
         keys = CurveKeys(server.public_key, friend.public_key, friend.secret_key)
@@ -833,14 +833,37 @@ async def test_tcp_admits_only_listed_keys(folder: Path) -> None:
         context.term()
 
 
-def test_a_secret_that_others_can_read_is_refused(folder: Path) -> None:
-    secret = make_key_pair(folder / "keys", "server")
-    secret.chmod(0o644)
+def test_keys_in_the_allow_list_may_hold_the_comment_sign(folder: Path) -> None:
+    path = folder / "allowed"
+    keys = [b"#" + b"a" * 39, b"b" * 20 + b"#" + b"b" * 19]
+    path.write_bytes(b"# ours\n" + keys[0] + b" gw-1 # the first\n" + keys[1] + b"\n")
 
+    allow_list = AllowList(path)
+
+    assert all(allow_list.callback("", key) for key in keys)
+    assert not allow_list.callback("", b"c" * 40)
+    path.write_bytes(keys[1])  # read again: the first is shut out
+    assert [allow_list.callback("", key) for key in keys] == [False, True]
+    path.unlink()
+    assert not allow_list.callback("", keys[1])
+    path.write_text("#forgot the space\n")
+    with pytest.raises(ConfigError, match="does not start with"):
+        AllowList(path)
+
+
+def test_a_secret_that_others_can_read_is_refused(folder: Path) -> None:
+    path = folder / "server.key"
+    make_key_pair(path)
+    path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        load_key_pair(secret)
-    with pytest.raises(ConfigError, match="no secret key"):
-        load_key_pair(secret.with_name("server.key"))
+        load_key_pair(path)
+
+    path.chmod(0o600)
+    path.write_text("not a key")
+    with pytest.raises(ConfigError, match="Z85 secret key"):
+        load_key_pair(path)
+    with pytest.raises(FileExistsError):  # never overwritten
+        make_key_pair(path)
 
 
 # ---------------------------------------------------------------------------- the command line
