@@ -328,7 +328,8 @@ async def test_an_engine_that_fails_during_the_probe_is_a_503_and_the_books_hold
     stand: Stand, script: Script
 ) -> None:
     tenant_id = (await stand.tenant("acme"))["id"]
-    stand.engine.script_for = lambda g: script if g.adapter_digest else Script()
+    failing = iter([script])  # once: the scripted engine can die only once
+    stand.engine.script_for = lambda g: next(failing, Script()) if g.adapter_digest else Script()
 
     answer = await stand.upload(tenant_id, "a", adapter())
 

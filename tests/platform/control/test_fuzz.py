@@ -13,8 +13,8 @@ from schemathesis import Case
 from tests.platform.control.stand import ADMIN_KEY, Stand
 from tests.platform.control.test_playground import serving
 
-EXAMPLES = 8
-BUDGET_S = 25.0
+EXAMPLES = 6
+BUDGET_S = 20.0
 # Down on purpose here; said so, with when to come back.
 MAY_BE_DOWN = ("gateway_unavailable",)
 
