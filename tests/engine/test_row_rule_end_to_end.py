@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.attention.key_lengths import KeyLengths
-from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.attention.base import AttentionBackend
+from loraplex_engine.attention.setup import open_attention
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
+from loraplex_kernels.cpu.build import NativeBuildError
 
+from tests.support.adapter_files import native_cache_dir
 from tests.support.step_driver import DrivenRequest, StepDriver, driven
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
@@ -36,48 +39,52 @@ class Trace:
     kv: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model on one attention backend."""
+
+    model: Decoder
+    attention: AttentionBackend[Any]
+
+
+HEAD64 = TinyShape(
+    hidden_size=128, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=1, head_dim=64
+)
+BIAS = TinyShape(kind="qwen2", num_heads=5, num_kv_heads=5, head_dim=16, num_layers=2)
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        (TinyShape(), torch.float32),
-        (TinyShape(), torch.bfloat16),
-        (
-            TinyShape(
-                hidden_size=128,
-                intermediate_size=192,
-                num_layers=2,
-                num_heads=4,
-                num_kv_heads=1,
-                head_dim=64,
-            ),
-            torch.float32,
-        ),
-        (
-            TinyShape(kind="qwen2", num_heads=5, num_kv_heads=5, head_dim=16, num_layers=2),
-            torch.bfloat16,
-        ),
+        (TinyShape(), torch.float32, "torch"),
+        (TinyShape(), torch.bfloat16, "torch"),
+        (HEAD64, torch.float32, "torch"),
+        (HEAD64, torch.float32, "native"),
+        (BIAS, torch.bfloat16, "native"),
     ],
-    ids=["fp32-odd-widths", "bf16-odd-widths", "fp32-head64", "bf16-bias"],
+    ids=["fp32-odd-widths", "bf16-odd-widths", "fp32-head64", "fp32-native", "bf16-bias-native"],
 )
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    shape, dtype = request.param
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), shape)
-    return load_decoder(folder, dtype)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    shape, dtype, backend = request.param
+    model = load_decoder(write_tiny_model(tmp_path_factory.mktemp("tiny"), shape), dtype)
+    try:
+        attention = open_attention(
+            model.attention_shape,
+            num_blocks=LIMITS.num_blocks,
+            block_size=LIMITS.block_size,
+            cache_dir=native_cache_dir(request.config),
+            num_threads=torch.get_num_threads(),
+            backend=backend,
+        )
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+    return Case(model, attention)
 
 
-measure_key_lengths = functools.cache(KeyLengths.measure)
-
-
-def new_driver(model: Decoder, seed: int = 0) -> StepDriver:
-    attention = TorchAttention(
-        model.attention_shape,
-        num_blocks=LIMITS.num_blocks,
-        block_size=LIMITS.block_size,
-        key_lengths=measure_key_lengths(model.attention_shape),
-    )
-    runner = ModelRunner(model, attention, LIMITS)
+def new_driver(case: Case, seed: int = 0) -> StepDriver:
+    runner = ModelRunner(case.model, case.attention, LIMITS)
     for kv in runner.kv_layers:
-        kv[:-1] = float("nan")  # all but the backend's own zero slot
+        kv[:-1] = float("nan")  # the last slot may be the backend's own
     return StepDriver(runner, seed)
 
 
@@ -89,13 +96,13 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(3, 131), k=length)
 
 
-def alone(model: Decoder, tokens: list[int]) -> Trace:
-    return _alone(model, tuple(tokens))
+def alone(case: Case, tokens: list[int]) -> Trace:
+    return _alone(case, tuple(tokens))
 
 
 @functools.cache
-def _alone(model: Decoder, tokens: tuple[int, ...]) -> Trace:
-    driver, request = new_driver(model), driven(tokens, SAMPLED)
+def _alone(case: Case, tokens: tuple[int, ...]) -> Trace:
+    driver, request = new_driver(case), driven(tokens, SAMPLED)
     driver.prefill(request, len(tokens))
     driver.decode([request], 6)
     return trace(driver, request)
@@ -105,20 +112,20 @@ def _alone(model: Decoder, tokens: tuple[int, ...]) -> Trace:
     ("length", "chunk"),
     [(63, 1), (150, 1), (63, 7), (150, 7), (530, 7), (150, 100), (600, 100), (600, 333)],
 )
-def test_chunked_prefill_equals_whole_prefill(model: Decoder, length: int, chunk: int) -> None:
+def test_chunked_prefill_equals_whole_prefill(case: Case, length: int, chunk: int) -> None:
     tokens = prompt(length)
-    driver, request = new_driver(model, seed=chunk), driven(tokens, SAMPLED)
+    driver, request = new_driver(case, seed=chunk), driven(tokens, SAMPLED)
 
     driver.prefill(request, chunk)
     driver.decode([request], 6)
 
-    assert trace(driver, request) == alone(model, tokens)
+    assert trace(driver, request) == alone(case, tokens)
 
 
 @pytest.mark.parametrize("num_neighbours", [1, 2, 4, 15])
-def test_batched_equals_alone(model: Decoder, num_neighbours: int) -> None:
+def test_batched_equals_alone(case: Case, num_neighbours: int) -> None:
     tokens = prompt(200)
-    driver, request = new_driver(model, seed=num_neighbours), driven(tokens, SAMPLED)
+    driver, request = new_driver(case, seed=num_neighbours), driven(tokens, SAMPLED)
     neighbours = [driven(prompt(31 * n % 400 + 1, seed=n)) for n in range(num_neighbours)]
 
     # Prefill of all in one step, the victim in the middle of it, then decodes in changing company.
@@ -128,24 +135,24 @@ def test_batched_equals_alone(model: Decoder, num_neighbours: int) -> None:
     for count in range(6):
         driver.decode([request, *neighbours[count:]] if count % 2 else [*neighbours, request], 1)
 
-    assert trace(driver, request) == alone(model, tokens)
+    assert trace(driver, request) == alone(case, tokens)
 
 
-def test_decode_beside_a_prefill_equals_alone(model: Decoder) -> None:
+def test_decode_beside_a_prefill_equals_alone(case: Case) -> None:
     tokens = prompt(90)
-    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    driver, request = new_driver(case), driven(tokens, SAMPLED)
     long = driven(prompt(900, seed=5))
     driver.prefill(request, 90)
 
     for count in (1, 2, 3, 130, 257, 300):
         driver.step([(long, count), (request, 1)])
 
-    assert trace(driver, request) == alone(model, tokens)
+    assert trace(driver, request) == alone(case, tokens)
 
 
-def test_preempted_and_resumed_equals_undisturbed(model: Decoder) -> None:
+def test_preempted_and_resumed_equals_undisturbed(case: Case) -> None:
     tokens = prompt(120)
-    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    driver, request = new_driver(case), driven(tokens, SAMPLED)
     driver.prefill(request, 64)
     driver.decode([request], 3)
 
@@ -155,12 +162,12 @@ def test_preempted_and_resumed_equals_undisturbed(model: Decoder) -> None:
     driver.prefill(request, 50)
     driver.decode([request, thief], 2)
 
-    assert trace(driver, request) == alone(model, tokens)
+    assert trace(driver, request) == alone(case, tokens)
 
 
-def test_a_neighbour_full_of_nan_changes_nothing(model: Decoder) -> None:
+def test_a_neighbour_full_of_nan_changes_nothing(case: Case) -> None:
     tokens = prompt(40)
-    driver, request = new_driver(model), driven(tokens, SAMPLED)
+    driver, request = new_driver(case), driven(tokens, SAMPLED)
     poisoned = driven(prompt(40, seed=3))
     driver.step([(poisoned, 40), (request, 40)])
     driver.poison(poisoned)
@@ -169,12 +176,12 @@ def test_a_neighbour_full_of_nan_changes_nothing(model: Decoder) -> None:
 
     assert not poisoned.is_finite
     assert request.is_finite
-    assert trace(driver, request) == alone(model, tokens)
+    assert trace(driver, request) == alone(case, tokens)
 
 
-def test_results_are_finite_numbers(model: Decoder) -> None:
+def test_results_are_finite_numbers(case: Case) -> None:
     """Guards the tests above: NaN equal to NaN would prove nothing."""
-    result = alone(model, prompt(200))
+    result = alone(case, prompt(200))
 
     assert len(set(result.output)) > 1
     assert np.isfinite([p.logprob for p in result.logprobs]).all()
