@@ -3,7 +3,7 @@
 One `EngineClient` per replica; choosing among replicas is the router's job. The client keeps itself
 connected: it says `Hello` as soon as a connection stands and every few seconds after that, and when
 the replica dies, restarts or falls silent it fails every request in flight with `EngineLostError`
-and starts over on a new socket. Nothing is ever queued for a replica that is not there.
+and starts over on a new socket. Nothing is ever kept for a replica that is not there.
 
 Why a new socket each time: ZeroMQ would reconnect by itself and hide that frames were lost between,
 which in a token stream is a silent hole in somebody's text.
@@ -341,7 +341,9 @@ class EngineClient:
         assert self._context is not None
         socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        socket.immediate = 1  # without a peer a send fails at once instead of waiting for one
+        # Not `immediate`: with it, libzmq throws away what has come but was not read yet when the
+        # peer goes, and those may be a replica's last words. `_send` knows whether we are connected;
+        # what it sends just after a loss is closed with the socket, or refused for want of a Hello.
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 1000
         socket.sndhwm = socket.rcvhwm = 0  # streams must not be cut; both ends bound their queues
@@ -395,7 +397,27 @@ class EngineClient:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> str:
         while True:
-            frame = await socket.recv()
+            await socket.poll()
+            reason = await self._take_frames(socket)
+            if reason is not None:
+                return reason
+
+    async def _receive_rest(self, socket: zmq.asyncio.Socket) -> None:
+        """What came before the end: the last events of a replica that drained, say."""
+        while await socket.poll(_REST_MS):
+            if await self._take_frames(socket) is not None:
+                return
+
+    async def _take_frames(self, socket: zmq.asyncio.Socket) -> str | None:
+        """Deliver what is there; a reason ends the connection.
+
+        Never suspends: a frame that was taken from the socket must not be lost to a cancellation.
+        """
+        while True:
+            try:
+                frame = await socket.recv(zmq.NOBLOCK)  # done already, one way or the other
+            except zmq.Again:
+                return None
             self._heard_at = time.monotonic()
             try:
                 message = decode_from_engine(frame)
@@ -404,14 +426,6 @@ class EngineClient:
             reason = self._handle(message)
             if reason is not None:
                 return reason
-
-    async def _receive_rest(self, socket: zmq.asyncio.Socket) -> None:
-        """What came before the end: a draining replica's last events overtake nobody."""
-        while await socket.poll(_REST_MS):
-            try:
-                self._handle(decode_from_engine(await socket.recv()))
-            except msgspec.MsgspecError:
-                return
 
     def _handle(self, message: EngineMessage) -> str | None:
         """Deliver one message; a reason ends the connection."""
