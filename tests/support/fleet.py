@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from loraplex_platform.admin_client import AdminClient
+from loraplex_platform.local.process import GUARD
 
 from tests.support.processes import is_alive, wait_until
 
@@ -74,8 +75,10 @@ class Fleet:
         inherited = {k: v for k, v in os.environ.items() if k not in names}
         kept = {k: os.environ[k] for k in names if k == "LORAPLEX_CACHE_DIR"}
         with self.output_file.open("ab") as output:
+            # A test run that is killed takes its fleets with it.
+            guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), "15", "--"]
             self.process = subprocess.Popen(
-                self.command,
+                [*guard, *self.command],
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
