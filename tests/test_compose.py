@@ -126,7 +126,7 @@ def test_a_filled_in_environment_is_what_the_process_needs(
 
     known = {f"LORAPLEX_{name.upper()}" for name in type(settings).model_fields}
     # A misspelt variable would be ignored in silence.
-    assert set(environment) - known <= {"LORAPLEX_CONTROL_PUBLIC_URL"}
+    assert set(environment) <= known
 
 
 def test_the_engine_gets_what_it_needs_and_listens_on_the_shared_socket(

@@ -118,6 +118,7 @@ def console(host: HostOption = None, port: PortOption = None) -> None:
     spec = find_spec("loraplex_admin")
     if spec is None or not spec.submodule_search_locations:
         raise CommandError("the console is not installed: pip install 'loraplex[admin]'")
+    # How it looks and behaves is in the `.streamlit` folder beside it.
     app_file = Path(spec.submodule_search_locations[0]) / "app.py"
     os.environ["LORAPLEX_CONTROL_URL"] = settings.control_url
     exec_module(
@@ -127,11 +128,6 @@ def console(host: HostOption = None, port: PortOption = None) -> None:
             str(app_file),
             f"--server.address={settings.console_host}",
             f"--server.port={settings.console_port}",
-            "--server.headless=true",
-            "--server.fileWatcherType=none",
-            "--server.maxUploadSize=512",
-            "--browser.gatherUsageStats=false",
-            "--client.toolbarMode=minimal",
         ],
     )
 
