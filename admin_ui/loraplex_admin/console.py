@@ -113,6 +113,7 @@ def main() -> None:
             ],
         }
     )
+    st.logo(str(_ICON), size="large")
     with st.sidebar:
         st.caption(f"{fmt.literal(user['email'])} · {user['role']}")
         if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):

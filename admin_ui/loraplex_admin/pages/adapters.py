@@ -92,7 +92,10 @@ def _deployments(api: Api, tenant: Tenant, adapters: Page[Adapter], *, can_write
         st.dataframe(
             [_deployment_row(deployment) for deployment in page["data"]],
             hide_index=True,
-            column_config={"model id": st.column_config.TextColumn(width="medium")},
+            column_config={
+                name: st.column_config.TextColumn(width="medium")
+                for name in ("model id", "answers with")
+            },
             key="deployments_table",
         )
         choices.pager(cursors, page)

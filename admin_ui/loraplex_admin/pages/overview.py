@@ -11,6 +11,14 @@ from loraplex_admin import format as fmt
 from loraplex_admin.api import Api, ApiError, ApiUnreachableError, User
 
 _REFRESH = "3s"
+_COLUMN_HELP = {
+    "mixed": "Steps with prefill and decode together.",
+    "most in a step": "The most different adapters that one step has served.",
+    "in slots": "Adapters that a step can use at once.",
+    "in memory": "Adapters held in host memory, a copy away from a slot.",
+    "preempted": "Requests set back because the KV cache was full.",
+    "RSS": "Memory of the engine's process.",
+}
 
 
 def render(api: Api, _user: User) -> None:
@@ -88,15 +96,18 @@ def _replica(replica: dict[str, Any]) -> None:
                     "waiting": stats["num_waiting"],
                     "tokens/s": round(replica["generation_tokens_per_s"], 1),
                     "steps": stats["steps_total"],
-                    "mixed steps": stats["mixed_steps_total"],
-                    "most adapters in a step": stats["max_adapters_in_step"],
-                    "adapters in slots": len(stats["adapters_resident"]),
-                    "adapters in memory": len(stats["adapters_host"]),
-                    "preemptions": stats["num_preemptions_total"],
-                    "memory": fmt.size(stats["rss_bytes"]),
+                    "mixed": stats["mixed_steps_total"],
+                    "most in a step": stats["max_adapters_in_step"],
+                    "in slots": len(stats["adapters_resident"]),
+                    "in memory": len(stats["adapters_host"]),
+                    "preempted": stats["num_preemptions_total"],
+                    "RSS": fmt.size(stats["rss_bytes"]),
                 }
             ],
             hide_index=True,
+            column_config={
+                name: st.column_config.Column(help=text) for name, text in _COLUMN_HELP.items()
+            },
             key=f"replica_{replica['replica_id']}",
         )
 

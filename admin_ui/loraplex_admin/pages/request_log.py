@@ -24,7 +24,11 @@ def render(api: Api, _user: User) -> None:
         [_row(row, slugs) for row in page["data"]],
         hide_index=True,
         column_order=None if tenant is None else [c for c in _COLUMNS if c != "tenant"],
-        column_config={"model": st.column_config.TextColumn(width="medium")},
+        height="content",
+        column_config={
+            "model": st.column_config.TextColumn(width="medium"),
+            **{name: st.column_config.TextColumn(alignment="right") for name in _NUMBERS},
+        },
         key="requests_table",
     )
     choices.pager(cursors, page)
@@ -40,12 +44,13 @@ _COLUMNS = (
     "ended",
     "prompt",
     "completion",
-    "first token ms",
+    "first ms",
     "total ms",
     "error",
     "kind",
     "id",
 )
+_NUMBERS = ("status", "prompt", "completion", "first ms", "total ms")
 
 
 def _row(row: RequestRow, slugs: dict[str, str]) -> dict[str, object]:
@@ -54,13 +59,18 @@ def _row(row: RequestRow, slugs: dict[str, str]) -> dict[str, object]:
         "tenant": slugs.get(row["tenant_id"], row["tenant_id"]),
         "model": row["model"],
         "state": "running" if row["state"] == "reserved" else row["state"],
-        "status": row["http_status"],
+        "status": _number(row["http_status"]),
         "ended": row["finish_reason"] or "",
-        "prompt": row["prompt_tokens"],
-        "completion": row["completion_tokens"],
-        "first token ms": row["ttft_ms"],
-        "total ms": row["e2e_ms"],
+        "prompt": _number(row["prompt_tokens"]),
+        "completion": _number(row["completion_tokens"]),
+        "first ms": _number(row["ttft_ms"]),
+        "total ms": _number(row["e2e_ms"]),
         "error": row["error_code"] or "",
         "kind": row["kind"],
         "id": row["id"],
     }
+
+
+def _number(value: int | None) -> str:
+    """Blank while there is none: a table writes "None" otherwise."""
+    return "" if value is None else str(value)

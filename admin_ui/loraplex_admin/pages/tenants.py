@@ -42,6 +42,9 @@ def _tenant_list(api: Api) -> None:
             for tenant in page["data"]
         ],
         hide_index=True,
+        column_config={
+            name: st.column_config.TextColumn(width="medium") for name in ("slug", "name")
+        },
         key="tenants_table",
     )
     choices.pager("tenants_cursors", page)

@@ -36,6 +36,7 @@ _MEASURES = {
 # More colours than this cannot be told apart: the rest of the chart is one group.
 _MAX_COLOURS = 6
 _REST = "others"
+_TIME_FORMATS = {"1m": "%H:%M", "1h": "%b %d %H:%M", "1d": "%b %d"}
 _WIDTHS = {
     "1m": timedelta(minutes=1),
     "1h": timedelta(hours=1),
@@ -79,7 +80,10 @@ def render(api: Api, _user: User) -> None:
         on_click="ignore",
         key="usage_csv",
     )
-    st.caption("Times are UTC. Absorbed tokens are on the platform: nobody pays for them.")
+    st.caption(
+        "Times are UTC. Prompt, cached (part of the prompt), completion and absorbed are tokens; "
+        "for absorbed ones the platform pays."
+    )
 
 
 def _query(span: timedelta, bucket: str, group: str, tenant_id: str | None) -> _Query:
@@ -122,36 +126,25 @@ def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _
         sums[label] = sums.get(label, Decimal(0)) + Decimal(row[field])  # type: ignore[literal-required]
     largest = sorted(sums, key=lambda label: (-sums[label], label))
     shown = largest if len(largest) <= _MAX_COLOURS else largest[: _MAX_COLOURS - 1]
-    frame = pd.DataFrame(
-        {
-            "start": pd.to_datetime([row["start_time"] for row in rows], unit="s"),
-            "end": pd.to_datetime([row["end_time"] for row in rows], unit="s"),
-            "value": [float(row[field]) for row in rows],  # type: ignore[literal-required]
-            "group": [label if (label := _label(row, group)) in shown else _REST for row in rows],
-        }
-    )
-    frame = frame.groupby(["start", "end", "group"], as_index=False, sort=True).sum()
-    domain = [pd.Timestamp(query[edge], unit="s").isoformat() for edge in ("start", "end")]  # type: ignore[literal-required]
-    time_format = "%b %d" if bucket == "1d" else "%H:%M" if bucket == "1m" else "%b %d %H:%M"
-    number_format = "$,.2~g" if field == "cost_usd" else ",d"
     chart = (
-        alt.Chart(frame)
-        .mark_bar()
+        alt.Chart(_bars(rows, group, field, shown))
+        .mark_rect(stroke=None)
         .encode(
             # The times are UTC and shown so, wherever the reader is.
             x=alt.X(
                 "start:T",
                 title=None,
-                scale=alt.Scale(type="utc", domain=domain),
-                axis=alt.Axis(format=time_format, labelOverlap=True, grid=False),
+                scale=alt.Scale(type="utc", domain=_edges(query)),
+                axis=alt.Axis(format=_TIME_FORMATS[bucket], labelOverlap=True, grid=False),
             ),
             x2="end:T",
             y=alt.Y(
-                "value:Q",
+                "from:Q",
                 title=measure,
-                stack="zero",
-                axis=alt.Axis(format=number_format, tickCount=5),
+                scale=alt.Scale(zero=True),
+                axis=alt.Axis(format="$,.2~g" if field == "cost_usd" else "~s", tickCount=5),
             ),
+            y2="to:Q",
             color=alt.Color(
                 "group:N",
                 title=None,
@@ -161,16 +154,41 @@ def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _
             tooltip=[
                 alt.Tooltip("utcyearmonthdatehoursminutes(start):T", title="from (UTC)"),
                 alt.Tooltip("group:N", title="split"),
-                alt.Tooltip(
-                    "value:Q",
-                    title=measure,
-                    format="$,.12~f" if field == "cost_usd" else ",d",
-                ),
+                alt.Tooltip("exact:N", title=measure),
             ],
         )
         .properties(height=280)
     )
     st.altair_chart(chart, key="usage_chart")
+
+
+def _bars(rows: list[UsageRow], group: str, field: str, shown: list[str]) -> pd.DataFrame:
+    """One stacked piece of a bar per bucket and group, in the legend's order."""
+    values: dict[tuple[int, int, str], Decimal] = {}
+    for row in rows:
+        label = _label(row, group)
+        place = (row["start_time"], row["end_time"], label if label in shown else _REST)
+        values[place] = values.get(place, Decimal(0)) + Decimal(row[field])  # type: ignore[literal-required]
+    heights: dict[int, Decimal] = {}
+    pieces = []
+    order = [*shown, _REST]
+    for start, end, label in sorted(values, key=lambda place: (place[0], order.index(place[2]))):
+        value = values[start, end, label]
+        low = heights.get(start, Decimal(0))
+        heights[start] = low + value
+        exact = fmt.usd(str(value)) if field == "cost_usd" else fmt.count(int(value))
+        pieces.append((start, end, label, float(low), float(low + value), exact))
+    frame = pd.DataFrame(pieces, columns=["start", "end", "group", "from", "to", "exact"])
+    for edge in ("start", "end"):
+        frame[edge] = pd.to_datetime(frame[edge], unit="s", utc=True)
+    return frame
+
+
+def _edges(query: _Query) -> list[str]:
+    """The ends of the time axis, though nothing happened there."""
+    return [
+        datetime.fromtimestamp(unix_s, UTC).isoformat() for unix_s in (query["start"], query["end"])
+    ]
 
 
 def _table(rows: list[UsageRow], group: str) -> None:
@@ -186,7 +204,7 @@ def _table(rows: list[UsageRow], group: str) -> None:
     counts = {column: st.column_config.NumberColumn(format="localized") for column in _COUNTS}
     st.dataframe(
         [
-            {title: label, **totals[label], "cost": fmt.usd(str(costs[label]))}
+            {title: label, "cost": fmt.usd(str(costs[label])), **totals[label]}
             for label in sorted(totals, key=lambda label: (-costs[label], label))
         ],
         hide_index=True,
@@ -201,8 +219,8 @@ def _table(rows: list[UsageRow], group: str) -> None:
 
 _COUNTS = {
     "requests": "requests",
-    "prompt tokens": "prompt_tokens",
-    "of them cached": "cached_tokens",
-    "completion tokens": "completion_tokens",
-    "absorbed tokens": "absorbed_tokens",
+    "prompt": "prompt_tokens",
+    "cached": "cached_tokens",
+    "completion": "completion_tokens",
+    "absorbed": "absorbed_tokens",
 }
