@@ -17,7 +17,7 @@ MIN_SECRET_CHARS = 32
 
 def _strong(value: SecretStr) -> SecretStr:
     text = value.get_secret_value()
-    if len(text) < MIN_SECRET_CHARS or len(set(text)) < 8:  # noqa: PLR2004
+    if len(text) < MIN_SECRET_CHARS or len(set(text)) < 8:
         raise ValueError(f"must be at least {MIN_SECRET_CHARS} random characters")
     return value
 
