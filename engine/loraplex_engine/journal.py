@@ -68,7 +68,7 @@ class Journal:
         max_segments: how many are kept, the open one included.
 
     Raises:
-        ConfigError: another process has this journal open.
+        ConfigError: another process has this journal open, or another version wrote it.
     """
 
     def __init__(
@@ -82,9 +82,13 @@ class Journal:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(JournalEntry)
         self._seqs: dict[bytes, int] = {}  # (request_id, attempt) -> seq of its entry
-        self.journal_id = _read_or_make_id(folder)
-        self._segments = self._recover()
-        self._fd = os.open(self._segments[-1].path, os.O_WRONLY | os.O_APPEND)
+        try:
+            self.journal_id = _read_or_make_id(folder)
+            self._segments = self._recover()
+            self._fd = os.open(self._segments[-1].path, os.O_WRONLY | os.O_APPEND)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
 
     @property
     def next_seq(self) -> int:
@@ -185,9 +189,16 @@ class Journal:
         while at + _HEADER.size <= len(data):
             length, crc = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if length > _MAX_RECORD_BYTES or len(payload) < length or zlib.crc32(payload) != crc:
+            if not _is_whole(payload, length, crc):
                 break
-            entry = self._decoder.decode(payload)
+            try:
+                entry = self._decoder.decode(payload)
+            except msgspec.MsgspecError as error:
+                # Whole and not ours: cutting it off would throw away what another version wrote.
+                raise ConfigError(
+                    f"{path}: the record at byte {at} is not an entry that this version can read"
+                    f" ({error}); start the version that wrote it, or another --journal-dir"
+                ) from error
             self._seqs[_key(entry.request_id, entry.attempt)] = segment.end_seq
             segment.offsets.append(at)
             at += _HEADER.size + length
@@ -226,6 +237,11 @@ class Journal:
         segment.path.unlink()
         self._seqs = {key: seq for key, seq in self._seqs.items() if seq >= segment.end_seq}
         log.info("journal_segment_dropped", segment=segment.path.name, end_seq=segment.end_seq)
+
+
+def _is_whole(payload: bytes, length: int, crc: int) -> bool:
+    # A file system may leave zeros where a crash cut a write: length 0 with the right checksum.
+    return 0 < length <= _MAX_RECORD_BYTES and len(payload) == length and zlib.crc32(payload) == crc
 
 
 def _key(request_id: str, attempt: int) -> bytes:

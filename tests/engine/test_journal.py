@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +92,41 @@ def test_torn_tail_loses_only_the_torn_entries(
     journal = Journal(folder)
     assert journal.find("next", 1) is not None
     journal.close()
+
+
+@pytest.mark.parametrize("num_zeros", [1, 8, 4096])
+def test_a_tail_of_zeros_is_cut_off(tmp_path: Path, num_zeros: int) -> None:
+    journal = Journal(tmp_path)
+    journal.append([make_entry("a")])
+    journal.close()
+    (path,) = segment_paths(tmp_path)
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(bytes(num_zeros))
+
+    journal = Journal(tmp_path)
+
+    assert path.stat().st_size == size
+    journal.append([make_entry("b")])
+    assert [(e.seq, e.request_id) for e in journal.read(0, 10)] == [(1, "a"), (2, "b")]
+    journal.close()
+
+
+def test_a_whole_record_of_another_version_stops_the_start_and_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append([make_entry("a")])
+    journal.close()
+    (path,) = segment_paths(tmp_path)
+    payload = msgspec.msgpack.encode({"seq": 2, "what": "new"})
+    with path.open("ab") as file:
+        file.write(struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+    content = path.read_bytes()
+
+    for _ in range(2):  # the lock is free again after the first
+        with pytest.raises(ConfigError, match="version"):
+            Journal(tmp_path)
+
+    assert path.read_bytes() == content
 
 
 def test_old_segments_go_and_numbers_go_on(tmp_path: Path) -> None:
