@@ -140,7 +140,7 @@ CREATE TABLE adapter_versions (
     CONSTRAINT fk_adapter_versions_tenant_id_adapter_id_adapters FOREIGN KEY(tenant_id, adapter_id) REFERENCES adapters (tenant_id, id),
     CONSTRAINT uq_adapter_versions_adapter_id_version UNIQUE (adapter_id, version),
     CONSTRAINT uq_adapter_versions_adapter_id_digest UNIQUE (adapter_id, digest),
-    CONSTRAINT uq_adapter_versions_tenant_id_id UNIQUE (tenant_id, id),
+    CONSTRAINT uq_adapter_versions_tenant_id_id_digest UNIQUE (tenant_id, id, digest),
     CONSTRAINT ck_adapter_versions_status CHECK (status in ('ready', 'retired')),
     CONSTRAINT ck_adapter_versions_digest CHECK (digest ~ '^sha256:[0-9a-f]{64}$')
 );
@@ -176,14 +176,18 @@ CREATE TABLE deployment_revisions (
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     CONSTRAINT pk_deployment_revisions PRIMARY KEY (id),
     CONSTRAINT uq_deployment_revisions_deployment_id_number UNIQUE (deployment_id, number),
-    CONSTRAINT fk_deployment_revisions_tenant_id_adapter_version_id_ad_2f9b FOREIGN KEY(tenant_id, adapter_version_id) REFERENCES adapter_versions (tenant_id, id),
+    CONSTRAINT uq_deployment_revisions_deployment_id_id UNIQUE (deployment_id, id),
+    CONSTRAINT fk_deployment_revisions_own_adapter FOREIGN KEY(tenant_id, adapter_version_id, adapter_digest) REFERENCES adapter_versions (tenant_id, id, digest),
+    CONSTRAINT fk_deployment_revisions_own_deployment FOREIGN KEY(tenant_id, deployment_id) REFERENCES deployments (tenant_id, id),
     CONSTRAINT fk_deployment_revisions_deployment_id_deployments FOREIGN KEY(deployment_id) REFERENCES deployments (id),
-    CONSTRAINT fk_deployment_revisions_base_model_id_base_models FOREIGN KEY(base_model_id) REFERENCES base_models (id)
+    CONSTRAINT fk_deployment_revisions_base_model_id_base_models FOREIGN KEY(base_model_id) REFERENCES base_models (id),
+    CONSTRAINT ck_deployment_revisions_adapter_has_tenant CHECK (adapter_version_id is null or tenant_id is not null),
+    CONSTRAINT ck_deployment_revisions_adapter_has_digest CHECK ((adapter_version_id is null) = (adapter_digest is null))
 );
 
 -- The two tables name each other; the first revision is inserted before it is made current.
-ALTER TABLE deployments ADD CONSTRAINT fk_deployments_current_revision_id_deployment_revisions
-    FOREIGN KEY (current_revision_id) REFERENCES deployment_revisions (id);
+ALTER TABLE deployments ADD CONSTRAINT fk_deployments_own_revision
+    FOREIGN KEY (id, current_revision_id) REFERENCES deployment_revisions (deployment_id, id);
 
 -- Prices
 
@@ -486,7 +490,7 @@ DROP = """
 REVOKE ALL ON alembic_version FROM loraplex_app;
 DROP FUNCTION loraplex_make_partitions(integer);
 DROP FUNCTION loraplex_uuid7_floor(timestamptz);
-ALTER TABLE deployments DROP CONSTRAINT fk_deployments_current_revision_id_deployment_revisions;
+ALTER TABLE deployments DROP CONSTRAINT fk_deployments_own_revision;
 DROP TABLE idempotency, audit_log, journal_cursors, engine_usage, gateways, replicas, ledger,
     attempts, requests, price_items, price_books, deployment_revisions, deployments,
     adapter_versions, adapters, base_models, login_throttle, sessions, users, api_key_secrets,

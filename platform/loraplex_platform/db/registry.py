@@ -62,7 +62,9 @@ class AdapterVersion(Base):
         ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
         UniqueConstraint("adapter_id", "version"),
         UniqueConstraint("adapter_id", "digest"),
-        UniqueConstraint("tenant_id", "id"),
+        UniqueConstraint(
+            "tenant_id", "id", "digest", name="uq_adapter_versions_tenant_id_id_digest"
+        ),
         CheckConstraint("status in ('ready', 'retired')", name="status"),
         CheckConstraint("digest ~ '^sha256:[0-9a-f]{64}$'", name="digest"),
     )
@@ -86,6 +88,12 @@ class Deployment(Base):
     __tablename__ = "deployments"
     __table_args__ = (
         UniqueConstraint("tenant_id", "id"),
+        ForeignKeyConstraint(
+            ["id", "current_revision_id"],
+            ["deployment_revisions.deployment_id", "deployment_revisions.id"],
+            name="fk_deployments_own_revision",
+            use_alter=True,
+        ),
         Index(
             "uq_deployments_tenant_id_public_name",
             "tenant_id",
@@ -106,23 +114,38 @@ class Deployment(Base):
     public_name: Mapped[str] = mapped_column(String(128))
     base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
     # Set in the transaction that inserts the first revision; the two tables name each other.
-    current_revision_id: Mapped[UUID | None] = mapped_column(
-        ForeignKey("deployment_revisions.id", use_alter=True)
-    )
+    current_revision_id: Mapped[UUID | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
     archived_at: Mapped[datetime | None]
 
 
 class DeploymentRevision(Base):
-    """Immutable: exactly what answers when this revision is chosen."""
+    """Immutable: exactly what answers when this revision is chosen.
+
+    Its deployment and its adapter are its own tenant's. A key with a null in it is not checked, so
+    the platform's revisions, which have no tenant, may have no adapter either.
+    """
 
     __tablename__ = "deployment_revisions"
     __table_args__ = (
         UniqueConstraint("deployment_id", "number"),
+        UniqueConstraint("deployment_id", "id", name="uq_deployment_revisions_deployment_id_id"),
         ForeignKeyConstraint(
-            ["tenant_id", "adapter_version_id"],
-            ["adapter_versions.tenant_id", "adapter_versions.id"],
+            ["tenant_id", "adapter_version_id", "adapter_digest"],
+            ["adapter_versions.tenant_id", "adapter_versions.id", "adapter_versions.digest"],
+            name="fk_deployment_revisions_own_adapter",
+        ),
+        ForeignKeyConstraint(
+            ["tenant_id", "deployment_id"],
+            ["deployments.tenant_id", "deployments.id"],
+            name="fk_deployment_revisions_own_deployment",
+        ),
+        CheckConstraint(
+            "adapter_version_id is null or tenant_id is not null", name="adapter_has_tenant"
+        ),
+        CheckConstraint(
+            "(adapter_version_id is null) = (adapter_digest is null)", name="adapter_has_digest"
         ),
     )
 

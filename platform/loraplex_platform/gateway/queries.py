@@ -53,7 +53,12 @@ def _visible(
             Deployment.created_at,
             func.coalesce(Tenant.slug, "loraplex"),
         )
-        .join(DeploymentRevision, DeploymentRevision.id == Deployment.current_revision_id)
+        .join(
+            DeploymentRevision,
+            (DeploymentRevision.id == Deployment.current_revision_id)
+            & (DeploymentRevision.deployment_id == Deployment.id)
+            & DeploymentRevision.tenant_id.is_not_distinct_from(Deployment.tenant_id),
+        )
         .join(BaseModel, BaseModel.id == DeploymentRevision.base_model_id)
         .outerjoin(Tenant, Tenant.id == Deployment.tenant_id)
         .where(
