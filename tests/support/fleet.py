@@ -35,6 +35,7 @@ class Fleet:
         self._flags = flags
         self._environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
+        self._num_starts = 0
         self.state: dict[str, Any] = {}
 
     @property
@@ -71,6 +72,7 @@ class Fleet:
     def start(self) -> float:
         """Start and wait until all is ready; the seconds that took."""
         started = time.monotonic()
+        self._num_starts += 1
         names = [name for name in os.environ if name.startswith("LORAPLEX_")]
         inherited = {k: v for k, v in os.environ.items() if k not in names}
         kept = {k: os.environ[k] for k in names if k == "LORAPLEX_CACHE_DIR"}
@@ -98,7 +100,7 @@ class Fleet:
             self.state = json.loads((self.data_dir / "state.json").read_text())
         except FileNotFoundError:
             return False
-        is_told = "Ctrl-C stops everything" in self.output
+        is_told = self.output.count("Ctrl-C stops everything") == self._num_starts
         return self.state["pid"] == self.pid and is_told
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:

@@ -168,9 +168,9 @@ class _Run:
             "console_url": self._fleet.console_url,
             "base_model": self._fleet.base_model,
         }
-        write_private(self._data_dir.state_file, state)
         if demo is not None:
             write_private(self._data_dir.demo_file, self._demo_content(demo))
+        write_private(self._data_dir.state_file, state)
         self._tell(demo)
         return True
 
