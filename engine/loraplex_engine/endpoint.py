@@ -22,7 +22,7 @@ from loraplex_engine.errors import ConfigError
 log = structlog.get_logger(__name__)
 
 MAX_IPC_PATH_BYTES = 107
-MAX_FRAME_BYTES = 64 * 1024**2  # far beyond any prompt that fits a context; longer: disconnected
+MAX_FRAME_BYTES = 4 * 1024**2  # a prompt of 800,000 tokens; longer: disconnected
 SEND_QUEUE_FRAMES = 20_000  # per gateway; one that lets so many pile up is cut off
 FAREWELL_MS = 1000  # how long closing may wait to hand over the last frames
 _ZAP_DOMAIN = b"loraplex"

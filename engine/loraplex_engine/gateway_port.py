@@ -244,7 +244,7 @@ class GatewayPort:
                 if len(parts) != 2:
                     raise msgspec.DecodeError(f"{len(parts)} parts")
                 message = decode_from_gateway(parts[1])
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except Exception as error:  # noqa: BLE001 - RecursionError too: a frame of brackets
                 self._metrics.count_malformed()
                 gateway = self._gateways.get(identity)
                 log.warning(

@@ -36,6 +36,7 @@ from loraplex_engine.protocol import (
     JournalEntry,
     Rejected,
     SamplingParams,
+    StatsQuery,
     StepFrame,
     TokenEvent,
     Usage,
@@ -455,14 +456,20 @@ async def test_malformed_frames_are_counted_and_harm_nobody(
     socket = context.socket(zmq.DEALER)
     socket.connect(replica.address)
 
-    for frame in (b"", b"\xc1", b"junk" * 1000, bad_type, wrong_field, b"\x81\xa4type\xa1x"):
+    nested = b"\x83" + encode(StatsQuery(query_id=1))[1:] + b"\xa1z" + b"\x91" * 100_000 + b"\xc0"
+
+    for frame in (
+        *(b"", b"\xc1", b"junk" * 1000, b"\x81\xa4type\xa1x"),
+        *(bad_type, wrong_field, nested),
+    ):
         await socket.send(frame)
     await socket.send_multipart([encode(make_request()), b"a second part"])
-    await eventually(lambda: "malformed_frames_total{" in replica.get("/metrics")[1])
+    counted = 'loraplex:malformed_frames_total{model_name="fake"} 8.0'
+    await eventually(lambda: counted in replica.get("/metrics")[1])
     token_ids, _ = await read_all(await client.generate(make_request("good")))
 
     assert token_ids == list(range(13, 21))
-    assert 'loraplex:malformed_frames_total{model_name="fake"} 7.0' in replica.get("/metrics")[1]
+    assert counted in replica.get("/metrics")[1]
     socket.close(linger=0)
     context.term()
 
