@@ -179,11 +179,12 @@ class Sweeper:
 def usage_of(request: Request, reason: FinishReason | str, usage: Usage) -> AttemptUsage:
     """The billing policy's view of a journal entry that no gateway has judged.
 
-    With stop strings only the gateway knew which token completed one, so of a stopped text no more
-    than the last checkpoint is billed: never too much, too little by one renewal's tokens at most.
+    With stop strings only the gateway knew which token completed one, and the engine may have run
+    past it whatever it ended by, so no more than the last checkpoint is billed: never too much, too
+    little by one renewal's tokens at most.
     """
     absorbed_anyway = 0
-    if reason == "stop" and request.has_stop_strings:
+    if request.has_stop_strings:
         absorbed_anyway = max(0, usage.completion_tokens - request.checkpoint_tokens)
     outcome: Literal["completed", "aborted", "fault"] = "fault"
     if reason in ("stop", "length"):

@@ -21,7 +21,7 @@ from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.records import Renewal
 from loraplex_platform.worker.engines import ConnectedReplica
 from loraplex_platform.worker.journals import JournalPuller
-from loraplex_platform.worker.sweeper import Sweeper
+from loraplex_platform.worker.sweeper import SWEEPER, Sweeper
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from tests.support.metering import add_customer, reservation, rows_of, run_sql, settlement
@@ -306,6 +306,8 @@ class Fleet(RuleBasedStateMachine):
             assert len(usage) == (request.state == "settled")
             assert len(attempts) <= 1
             assert charged <= self.truth.get(flight.request_id, 0), "never more than was generated"
+            if request.settled_by == SWEEPER and flight.has_stop_strings:
+                assert charged <= request.checkpoint_tokens, "a stop may have completed after it"
 
     # ------------------------------------------------------------------ insides
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import msgspec
 import pytest
 from loraplex_engine.client import EngineClient
-from loraplex_engine.protocol import Generate, SamplingParams
+from loraplex_engine.protocol import FinishReason, Generate, SamplingParams
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.records import Renewal, Reservation
@@ -176,12 +177,14 @@ async def test_an_engines_error_is_absorbed(db: Database, engine: FakeEngine) ->
     assert entry.account == "absorbed"
 
 
-async def test_with_stop_strings_a_stopped_text_is_billed_up_to_the_checkpoint(
-    db: Database, engine: FakeEngine
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+async def test_with_stop_strings_a_text_is_billed_up_to_the_checkpoint(
+    db: Database, engine: FakeEngine, reason: FinishReason
 ) -> None:
     customer = await add_customer(db)
     engine.script = Script(token_ids=range(9))
     wanted = await run_and_die(db, engine, customer, has_stop_strings=True)
+    engine.journal[0] = msgspec.structs.replace(engine.journal[0], finish_reason=reason)
     await run_sql(db, "update requests set checkpoint_tokens = 6")
 
     async with connected(engine) as engines:
