@@ -7,11 +7,15 @@ server that outlived the process that started it is adopted, and what a killed o
 
 Postgres refuses to run as root: there it runs as the user `postgres` if the machine has one, else
 as `nobody`, which must be able to reach its folders, so their parents are made traversable
-(o+x, never readable).
+(o+x, never readable). Other programs may run as that user too, so owning the socket's folder is no
+permission to connect: the kernel tells the server who is at the other end, and only who started it
+(root there) gets in. The data files are that user's all the same: a machine whose `postgres` or
+`nobody` is not trusted wants a user of its own for `loraplex up`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -40,6 +44,7 @@ STOP_TIMEOUT_S = 30.0
 DATABASE = "loraplex"
 _POSTGRES_USER = "postgres"
 _POSTGRES_SOCKET = ".s.PGSQL.5432"
+_IDENT_MAP = "loraplex"
 _LOG_TAIL_BYTES = 2000
 
 
@@ -109,6 +114,7 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
     cluster = data_dir / "cluster"
     if not cluster.exists():
         _make_cluster(binaries, cluster, owner, is_durable=is_durable)
+    _let_only_us_in(cluster, owner)
 
     deadline = time.monotonic() + START_TIMEOUT_S
     found_pid = _running_postmaster(cluster)
@@ -134,6 +140,8 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
             raise _start_failure(data_dir)
         time.sleep(0.02)
     pid = process.pid if process is not None else found_pid or 0
+    if process is None:
+        os.kill(pid, signal.SIGHUP)  # it may have read an older release's rules
     _make_database(socket_dir)
     log.info("embedded_server_started", server="postgres", pid=pid, adopted=process is None)
     return EmbeddedServer(
@@ -190,7 +198,7 @@ def _make_cluster(
         str(binaries / "initdb"),
         f"--pgdata={unfinished}",
         f"--username={_POSTGRES_USER}",
-        "--auth=trust",  # the socket's folder is the door
+        "--auth=peer",
         "--encoding=UTF8",
         "--locale-provider=builtin",
         "--builtin-locale=C.UTF-8",
@@ -205,6 +213,46 @@ def _make_cluster(
             f" {cluster.parent / 'server.log'}."
         )
     unfinished.rename(cluster)
+
+
+def _let_only_us_in(cluster: Path, owner: pwd.struct_passwd | None) -> None:
+    """Have the server accept the user that we are and nobody else, by the socket's peer.
+
+    Written at every start, so a cluster of an older release is closed as well.
+    """
+    folder = _open_folder(cluster, owner)
+    try:
+        user = _user_name()
+        for name, line in (
+            ("pg_hba.conf", f"local all all peer map={_IDENT_MAP}"),
+            ("pg_ident.conf", f'{_IDENT_MAP} "{user}" all'),
+        ):
+            _write_at(folder, name, f"# Written by loraplex at every start.\n{line}\n", owner)
+    finally:
+        os.close(folder)
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise EmbeddedServerError(
+            f"The user {os.geteuid()} has no name on this machine, and Postgres tells its clients by"
+            " name: add the user, or give a server of your own with --database-url."
+        ) from None
+
+
+def _write_at(folder: int, name: str, text: str, owner: pwd.struct_passwd | None) -> None:
+    """Replace a file in an open folder by a new one of `owner`'s; no link in it is followed."""
+    partial = f"{name}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(partial, dir_fd=folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(partial, flags, 0o600, dir_fd=folder), "w", encoding="utf-8") as file:
+        if owner is not None:
+            os.fchown(file.fileno(), owner.pw_uid, owner.pw_gid)
+        file.write(text)
+    os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _postgres_command(
@@ -383,14 +431,35 @@ def _make_private_folder(path: Path, owner: pwd.struct_passwd | None) -> None:
     Raises:
         EmbeddedServerError: something else is in the way, or it is someone else's.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if owner is not None:
-        os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
-    info = path.lstat()
-    expected = owner.pw_uid if owner else os.geteuid()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != expected:
-        raise EmbeddedServerError(f"{path} is not a folder of ours; remove it.")
-    path.chmod(0o700)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    folder = _open_folder(path, owner)
+    try:
+        # By descriptor: what was looked at is what is changed, whatever the name means by now.
+        if owner is not None:
+            os.fchown(folder, owner.pw_uid, owner.pw_gid)
+        os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+
+
+def _open_folder(path: Path, owner: pwd.struct_passwd | None) -> int:
+    """Open a folder that is ours or, from an earlier start, `owner`'s. The caller closes it.
+
+    Raises:
+        EmbeddedServerError: it is a link, no folder, or someone else's.
+    """
+    ours = {os.geteuid()} if owner is None else {os.geteuid(), owner.pw_uid}
+    refusal = EmbeddedServerError(f"{path} is not a folder of ours; remove it.")
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise refusal from error
+    if os.fstat(folder).st_uid not in ours:
+        os.close(folder)
+        raise refusal
+    return folder
 
 
 def _socket_folder(data_dir: Path, socket_name: str, owner: pwd.struct_passwd | None) -> Path:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import stat
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,6 +81,79 @@ def test_a_server_that_cannot_start_says_why(short_tmp_path: Path) -> None:
 
     with pytest.raises(EmbeddedServerError, match="--database-url"):
         start_postgres(folder, is_durable=False)
+
+
+def test_only_who_started_postgres_may_connect(short_tmp_path: Path) -> None:
+    with postgres(short_tmp_path / "pg") as server, psycopg.connect(server.url) as connection:
+        rules = connection.execute(
+            "select type, database, user_name, auth_method from pg_hba_file_rules"
+        ).fetchall()
+        names = connection.execute("select sys_name from pg_ident_file_mappings").fetchall()
+
+        assert rules == [("local", ["all"], ["all"], "peer")]
+        assert names == [(pwd.getpwuid(os.geteuid()).pw_name,)]
+        owner = embedded._postgres_owner()
+        if owner is None:
+            return  # as ourselves: there is no second user to try it with
+        told = subprocess.run(
+            [embedded._postgres_binaries() / "psql", server.url, "-c", "select 1"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            user=owner.pw_uid,
+            group=owner.pw_gid,
+            extra_groups=[],
+        )
+        assert "Peer authentication failed" in told.stderr
+        assert told.returncode != 0
+
+
+def test_a_server_of_an_older_release_is_closed_when_it_is_adopted(short_tmp_path: Path) -> None:
+    folder = short_tmp_path / "pg"
+    with postgres(folder) as server:
+        (folder / "cluster" / "pg_hba.conf").write_text("local all all trust\n")
+        os.kill(server.pid, signal.SIGHUP)
+
+        with postgres(folder) as found, psycopg.connect(found.url) as connection:
+            rules = connection.execute("select auth_method from pg_hba_file_rules").fetchall()
+
+            assert found.was_adopted
+            assert rules == [("peer",)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to someone else")
+@pytest.mark.parametrize("start", [start_postgres, start_redis])
+def test_a_folder_that_someone_else_planted_is_refused(
+    short_tmp_path: Path, start: Callable[[Path], EmbeddedServer]
+) -> None:
+    folder = short_tmp_path / "planted"
+    folder.mkdir(mode=0o777)
+    os.chown(folder, 12345, 12345)
+
+    with pytest.raises(EmbeddedServerError, match="not a folder of ours"):
+        start(folder)
+
+    assert folder.stat().st_uid == 12345
+    assert list(folder.iterdir()) == []
+
+
+def test_a_planted_link_or_file_is_refused_and_what_it_names_stays_as_it_is(
+    short_tmp_path: Path,
+) -> None:
+    target, link, plain = (short_tmp_path / name for name in ("target", "link", "plain"))
+    target.mkdir(mode=0o755)
+    target.chmod(0o755)
+    link.symlink_to(target)
+    plain.write_text("")
+    owner = embedded._postgres_owner()
+
+    for path in (link, plain):
+        with pytest.raises(EmbeddedServerError, match="not a folder of ours"):
+            embedded._make_private_folder(path, owner)
+
+    assert stat.S_IMODE(target.stat().st_mode) == 0o755
+    assert target.stat().st_uid == os.geteuid()
 
 
 def test_redis_is_found_again_restarted_after_a_crash_and_stopped(short_tmp_path: Path) -> None:
