@@ -46,6 +46,11 @@ class NoAdapters:
     def release(self, digest: str) -> None:
         """Never called: nothing is leased."""
 
+    @property
+    def num_leases(self) -> int:
+        """0, always."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class AssembledEngine:

@@ -153,7 +153,8 @@ class EngineCore:
             steps_total=self._steps_total,
             adapters_resident=[],
             adapters_host=[],
-            adapter_leases=self._scheduler.num_leases,
+            # The pool's count, not the scheduler's: that one is 0 with nobody running, whatever leaked.
+            adapter_leases=self._adapters.num_leases,
             max_adapters_in_step=self._max_adapters_in_step,
             mixed_steps_total=self._mixed_steps_total,
             rss_bytes=0,

@@ -147,6 +147,7 @@ class Scheduler:
         rows = [request.row for request in self._running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_num_seqs)), "a row is lost or doubled"
         assert self._kv.num_tables == len(self._running), "a table has no running request"
+        assert self._adapters.num_leases == self.num_leases, "a lease has no running request"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens

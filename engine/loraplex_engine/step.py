@@ -116,3 +116,8 @@ class AdapterPool(Protocol):
     def release(self, digest: str) -> None:
         """Give one lease back."""
         ...
+
+    @property
+    def num_leases(self) -> int:
+        """Leases not given back, by the pool's own count."""
+        ...

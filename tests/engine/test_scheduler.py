@@ -333,6 +333,18 @@ def test_a_preempted_request_gives_its_lease_back_and_takes_a_new_one() -> None:
     assert_all_solo(engine, requests, events)
 
 
+def test_a_lease_that_nobody_gave_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine.adapters, "release", lambda digest: None)
+    engine.core.add(make_request("r0", adapter="a"))
+    while engine.core.has_work():
+        engine.core.step()
+
+    assert engine.core.stats().adapter_leases == 1
+    with pytest.raises(AssertionError, match="lease"):
+        engine.core.check()
+
+
 # ------------------------------------------------------------------ deadlines
 
 

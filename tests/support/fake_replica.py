@@ -76,6 +76,7 @@ class FakeAdapters:
 
     def __init__(self) -> None:
         self.slots: dict[str, int] = {}
+        self.num_leases = 0
         self.prefetched: list[str] = []
         self.fault: Exception | None = None  # raised by the next prefetch
 
@@ -88,10 +89,11 @@ class FakeAdapters:
     def lease(self, digest: str) -> int | None:
         if digest == UNKNOWN_DIGEST:
             raise AdapterUnavailableError("the store does not have it")
+        self.num_leases += 1
         return self.slots.setdefault(digest, len(self.slots))
 
     def release(self, digest: str) -> None:
-        pass
+        self.num_leases -= 1
 
 
 class FakeReplicaEngine:

@@ -200,6 +200,11 @@ class LoraPool(Generic[Packed]):
         if entry.leases == 0:
             self._trim()
 
+    @property
+    def num_leases(self) -> int:
+        """Leases not given back."""
+        return sum(entry.leases for entry in self._host.values())
+
     # --------------------------------------------------------------------------- for the backend
 
     @property
@@ -233,7 +238,7 @@ class LoraPool(Generic[Packed]):
             resident=tuple(digest for digest in self._slots if digest is not None),
             host=tuple(self._host),
             loading=tuple(sorted(self._loading)),
-            leases=sum(entry.leases for entry in self._host.values()),
+            leases=self.num_leases,
             host_bytes=sum(entry.weights.size_bytes for entry in self._host.values()),
             loads_total=self._loads,
             load_failures_total=self._load_failures,
