@@ -64,6 +64,7 @@ _MONITORED = (
 _CLOSED = "the client was closed"
 _FAREWELL_MS = 200  # how long closing may wait to hand over the last aborts
 
+_RETRY_S, _MAX_RETRY_S = 0.05, 2.0  # between connections; doubles while they fail on our side
 _REST_MS = 20  # how long a lost connection may stay quiet before it is closed
 
 Attempt = tuple[str, int]  # (request_id, attempt)
@@ -203,11 +204,12 @@ class EngineClient:
             return
         for request_id, attempt in list(self._streams):
             self.abort(request_id, attempt)
-        self._runner.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._runner
-        self._runner = None
-        self._context.term()
+        runner, self._runner = self._runner, None
+        runner.cancel()
+        try:
+            await asyncio.gather(runner, return_exceptions=True)
+        finally:
+            self._context.term()
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         """Wait until the replica has answered; it may still be loading (`is_ready`).
@@ -326,32 +328,32 @@ class EngineClient:
         return reply
 
     async def _stay_connected(self) -> None:
+        wait_s = _RETRY_S
         while True:
             reason = _CLOSED
             try:
                 reason = await self._serve_one_connection()
+                wait_s = _RETRY_S
             except EngineLostError as error:  # a heartbeat could not be sent
                 reason = str(error)
+                wait_s = _RETRY_S
+            except Exception as error:  # out of descriptors, say: this task must outlive it
+                log.exception("engine_connection_failed", address=self.address, retry_s=wait_s)
+                reason = f"{type(error).__name__}: {error}"
+                wait_s = min(2 * wait_s, _MAX_RETRY_S)
             finally:
                 self._drop_connection(reason)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(wait_s)
 
     async def _serve_one_connection(self) -> str:
         """Connect, then receive until the connection is lost; returns why."""
         assert self._context is not None
         socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        # Not `immediate`: with it, libzmq throws away what has come but was not read yet when the
-        # peer goes, and those may be a replica's last words. `_send` knows whether we are connected;
-        # what it sends just after a loss is closed with the socket, or refused for want of a Hello.
-        socket.reconnect_ivl = 50
-        socket.reconnect_ivl_max = 1000
-        socket.sndhwm = socket.rcvhwm = 0  # streams must not be cut; both ends bound their queues
-        if self._curve is not None:
-            socket.curve_serverkey = self._curve.server_public_key
-            socket.curve_publickey = self._curve.public_key
-            socket.curve_secretkey = self._curve.secret_key
-        monitor = socket.get_monitor_socket(_MONITORED)
+        try:
+            monitor = self._set_up(socket)
+        except BaseException:
+            socket.close(linger=0)
+            raise
         linger_ms = 0
         try:
             socket.connect(self.address)
@@ -371,6 +373,21 @@ class EngineClient:
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=linger_ms)
+
+    def _set_up(self, socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+        """Set the options; returns the monitor."""
+        socket.linger = 0
+        # Not `immediate`: with it, libzmq throws away what has come but was not read yet when the
+        # peer goes, and those may be a replica's last words. `_send` knows whether we are connected;
+        # what it sends just after a loss is closed with the socket, or refused for want of a Hello.
+        socket.reconnect_ivl = 50
+        socket.reconnect_ivl_max = 1000
+        socket.sndhwm = socket.rcvhwm = 0  # streams must not be cut; both ends bound their queues
+        if self._curve is not None:
+            socket.curve_serverkey = self._curve.server_public_key
+            socket.curve_publickey = self._curve.public_key
+            socket.curve_secretkey = self._curve.secret_key
+        return socket.get_monitor_socket(_MONITORED)
 
     async def _wait_for_handshake(self, monitor: zmq.asyncio.Socket) -> None:
         while True:

@@ -268,6 +268,50 @@ async def test_garbage_from_the_replica_is_a_loss_not_a_crash(tmp_path: Path) ->
     context.term()
 
 
+async def test_a_fault_of_our_own_is_not_the_end_of_reconnecting(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_socket = zmq.asyncio.Context.socket
+    faults = [zmq.ZMQError(24), RuntimeError("surprise")]
+
+    def fail_at_first(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+        if faults:
+            raise faults.pop()
+        return make_socket(context, kind)
+
+    monkeypatch.setattr(zmq.asyncio.Context, "socket", fail_at_first)
+    async with EngineClient(engine.address, gateway_id="g1") as client:
+        await client.connect(DEADLINE_S)
+
+        await read_all(await client.generate(make_request()))
+    assert not faults
+
+
+async def test_close_ends_cleanly_even_after_a_fault(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: EngineClient, reason: str) -> None:
+        raise RuntimeError("surprise")
+
+    client = EngineClient(engine.address, gateway_id="g1")
+    await client.__aenter__()
+    await client.connect(DEADLINE_S)
+    monkeypatch.setattr(EngineClient, "_drop_connection", refuse)
+
+    await client.close()
+
+    assert client._context is not None
+    assert client._context.closed
+    await client.close()  # harmless
+
+
+async def test_a_bad_key_neither_ends_the_task_nor_hangs_close() -> None:
+    keys = CurveKeys(b"no key", b"no key", b"no key")
+    async with EngineClient("tcp://127.0.0.1:1", gateway_id="g1", curve=keys) as client:
+        with pytest.raises(EngineLostError, match="ZMQError"):
+            await client.connect(timeout_s=0.2)
+
+
 async def test_tcp_without_keys_is_refused() -> None:
     with pytest.raises(EngineError, match="CURVE"):
         EngineClient("tcp://127.0.0.1:5555", gateway_id="g1")
