@@ -3,7 +3,8 @@
 Append-only segment files in one folder, one writer. A record is `length u32 | crc32 u32 | payload`
 (little endian), the payload one msgpack `JournalEntry`. `append` takes all entries of a step (or of
 several) and costs one write and one fsync. After a crash the torn tail of the last segment is cut
-off: those entries were never acknowledged to a gateway.
+off: those entries were never acknowledged to a gateway. A bad record with whole ones behind it is no
+torn tail: the segment is kept as it is, and numbers go on behind the highest in it.
 
 | file | holds |
 |---|---|
@@ -18,7 +19,9 @@ Units: sequence numbers start at 1 and rise by 1.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
+import logging
 import os
 import struct
 import uuid
@@ -39,6 +42,7 @@ log = structlog.get_logger(__name__)
 SEGMENT_BYTES = 4 * 1024**2  # about 16,000 entries
 MAX_SEGMENTS = 16
 _HEADER = struct.Struct("<II")
+_FIRST_KEY = msgspec.msgpack.encode("seq")
 _MAX_RECORD_BYTES = 1 << 20  # a longer length field is garbage, not an entry
 
 
@@ -169,11 +173,15 @@ class Journal:
     def _recover(self) -> list[_Segment]:
         paths = sorted(self._folder.glob("[0-9]*.log"))
         segments = []
+        next_seq = 1
         for path in paths:
-            segment = self._scan(path, is_last=path == paths[-1])
+            segment, end_seq = self._scan(path, is_last=path == paths[-1])
             segments.append(segment)
-        if not segments:
-            return [self._make_segment(1)]
+            next_seq = max(next_seq, end_seq)
+        if not segments or next_seq != segments[-1].end_seq:
+            segments.append(self._make_segment(next_seq))
+        if not paths:
+            return segments
         log.info(
             "journal_opened",
             journal_id=self.journal_id,
@@ -182,7 +190,8 @@ class Journal:
         )
         return segments
 
-    def _scan(self, path: Path, *, is_last: bool) -> _Segment:
+    def _scan(self, path: Path, *, is_last: bool) -> tuple[_Segment, int]:
+        """Index a segment; also says one past the highest number it holds, readable or not."""
         segment = _Segment(path, int(path.stem), array("Q"), 0)
         data = path.read_bytes()
         at = 0
@@ -203,18 +212,38 @@ class Journal:
             segment.offsets.append(at)
             at += _HEADER.size + length
         segment.size_bytes = at
+        end_seq = segment.end_seq
         if at < len(data):
-            log.warning(
-                "journal_torn_tail" if is_last else "journal_corrupt",
+            end_seq = max(end_seq, self._find_end_seq(data, at))
+            is_torn = is_last and end_seq == segment.end_seq
+            log.log(
+                logging.WARNING if is_torn else logging.ERROR,
+                "journal_torn_tail" if is_torn else "journal_corrupt",
                 segment=path.name,
                 num_bytes=len(data) - at,
                 entries_before=len(segment.offsets),
+                end_seq=end_seq,
             )
-            if is_last:  # the writer died in it, unacknowledged; elsewhere keep the evidence
+            if is_torn:  # the writer died in it, unacknowledged; elsewhere keep the evidence
                 with path.open("r+b") as file:
                     file.truncate(at)
                     os.fsync(file.fileno())
-        return segment
+        return segment, end_seq
+
+    def _find_end_seq(self, data: bytes, at: int) -> int:
+        """One past the highest number in whole records behind a bad one at `at`; 0: none."""
+        end_seq = 0
+        # A payload starts with a map's head, one byte, and its first key.
+        while (at := data.find(_FIRST_KEY, at + 1)) >= 0:
+            begin = at - 1
+            if begin < _HEADER.size:
+                continue
+            length, crc = _HEADER.unpack_from(data, begin - _HEADER.size)
+            payload = data[begin : begin + length] if length <= _MAX_RECORD_BYTES else b""
+            if _is_whole(payload, length, crc):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    end_seq = max(end_seq, self._decoder.decode(payload).seq + 1)
+        return end_seq
 
     def _make_segment(self, first_seq: int) -> _Segment:
         path = self._folder / f"{first_seq:020d}.log"

@@ -129,6 +129,36 @@ def test_a_whole_record_of_another_version_stops_the_start_and_stays(tmp_path: P
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("bad", range(9))  # of ten records; behind the last is nothing
+def test_a_bad_record_amid_good_ones_stays_and_its_numbers_are_not_used_again(
+    tmp_path: Path, bad: int
+) -> None:
+    journal = Journal(tmp_path)
+    (path,) = segment_paths(tmp_path)
+    starts = []
+    for i in range(10):
+        starts.append(path.stat().st_size)
+        journal.append([make_entry(f"r{i}")])
+    journal.close()
+    content = bytearray(path.read_bytes())
+    content[starts[bad] + 30] ^= 1
+    path.write_bytes(content)
+
+    for num_starts in range(1, 3):
+        journal = Journal(tmp_path)
+        assert journal.next_seq == 10 + num_starts
+        journal.append([make_entry(f"new{num_starts}")])
+        journal.close()
+
+    journal = Journal(tmp_path)
+    page = journal.read(0, 100)
+    assert [e.request_id for e in page] == [*(f"r{i}" for i in range(bad)), "new1", "new2"]
+    assert [e.seq for e in page] == [*range(1, bad + 1), 11, 12]
+    assert [e.seq for e in journal.read(bad + 1, 1)] == [11]
+    assert path.read_bytes() == content
+    journal.close()
+
+
 def test_old_segments_go_and_numbers_go_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path, segment_bytes=400, max_segments=3)
     for i in range(40):
