@@ -126,9 +126,9 @@ class EngineStream:
         self._is_over = item.finish_reason is not None
         return item
 
-    def abort(self, *, as_stop: bool = False) -> None:
+    def abort(self, *, as_stop: bool = False, is_platform_fault: bool = False) -> None:
         """Ask the replica to stop; see `EngineClient.abort`."""
-        self._client.abort(self.request_id, self.attempt, as_stop)
+        self._client.abort(self.request_id, self.attempt, as_stop, is_platform_fault)
 
     def deliver(self, item: TokenEvent | EngineLostError) -> None:
         """Called by the client's receive loop."""
@@ -203,7 +203,7 @@ class EngineClient:
         if self._runner is None or self._context is None:
             return
         for request_id, attempt in list(self._streams):
-            self.abort(request_id, attempt)
+            self.abort(request_id, attempt, is_platform_fault=True)
         runner, self._runner = self._runner, None
         runner.cancel()
         try:
@@ -243,7 +243,7 @@ class EngineClient:
     async def generate(self, request: Generate) -> EngineStream:
         """Send a request and wait until the replica has queued it.
 
-        Cancelling the wait aborts the request.
+        Cancelling the wait aborts the request, as a fault of the platform's.
 
         Raises:
             EngineRejectedError: refused at admission.
@@ -260,18 +260,28 @@ class EngineClient:
             await stream.accepted
         except asyncio.CancelledError:
             if self._streams.get(key) is stream:
-                self.abort(*key)
+                self.abort(*key, is_platform_fault=True)
             raise
         return stream
 
-    def abort(self, request_id: str, attempt: int, as_stop: bool = False) -> None:
+    def abort(
+        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+    ) -> None:
         """Fire and forget; the terminal event still arrives on the stream. Unknown: no-op.
 
         `as_stop` says that a stop string completed: the request then finishes as "stop".
+        `is_platform_fault` says that not the client wants it: it then finishes as "error".
         """
         # A lost replica has nothing left to abort: its streams already ended.
         with contextlib.suppress(EngineLostError):
-            self._send(Abort(request_id=request_id, attempt=attempt, as_stop=as_stop))
+            self._send(
+                Abort(
+                    request_id=request_id,
+                    attempt=attempt,
+                    as_stop=as_stop,
+                    is_platform_fault=is_platform_fault,
+                )
+            )
 
     def prefetch(self, digest: str) -> None:
         """Have an adapter loaded before it is needed; best effort, no answer."""

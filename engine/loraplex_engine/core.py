@@ -19,6 +19,7 @@ from loraplex_engine.kv.block_pool import BlockPool
 from loraplex_engine.kv.manager import KvManager
 from loraplex_engine.policies import FcfsPolicy
 from loraplex_engine.protocol import (
+    GIVEN_UP,
     EngineStats,
     FinishReason,
     Generate,
@@ -99,7 +100,9 @@ class EngineCore:
         self._live[identity] = request
         self._scheduler.add(request)
 
-    def abort(self, request_id: str, attempt: int, as_stop: bool = False) -> None:
+    def abort(
+        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+    ) -> None:
         """End a request in whatever state it is; unknown or ended: no-op.
 
         Its terminal event, with what it cost so far, comes from the next `step` or `drain_events`. A
@@ -109,7 +112,13 @@ class EngineCore:
         if request is None:
             return
         self._scheduler.remove(request)
-        self._finish(request, Ending("stop" if as_stop else "abort"))
+        if is_platform_fault and not as_stop:
+            self._finish(
+                request,
+                Ending("error", error_code=GIVEN_UP, error_message="the platform gave it up"),
+            )
+        else:
+            self._finish(request, Ending("stop" if as_stop else "abort"))
 
     def begin_drain(self) -> None:
         """Take nothing new; what was accepted is finished."""

@@ -9,7 +9,7 @@ keeps who asked for which request; it computes nothing. What it promises:
 * (request_id, attempt) runs at most once: a copy of a live one is answered and ignored, a copy of an
   ended one is refused.
 * Nothing is lost silently: a gateway that cannot be sent to, or has been silent too long, is cut off
-  as a whole and its requests are aborted; it will find us silent and connect anew.
+  as a whole and its requests end with an error; it will find us silent and connect anew.
 * A frame that does not parse is counted and dropped.
 """
 
@@ -33,6 +33,7 @@ from loraplex_engine.endpoint import Endpoint
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     GATEWAY_TIMEOUT_S,
+    GIVEN_UP,
     PROTOCOL_VERSION,
     Abort,
     Accepted,
@@ -105,7 +106,7 @@ class _Live:
     request: Generate
     arrived_at: float
     num_tokens: int = 0
-    is_cut_short: bool = False  # aborted by us, in a shutdown: an error to whoever asked
+    cut_short: tuple[str, str] | None = None  # by us, not the client: error code and message
 
 
 class GatewayPort:
@@ -339,8 +340,8 @@ class GatewayPort:
             reason=reason,
             num_requests=len(gateway.live),
         )
-        for request_id, attempt in gateway.live:
-            self._submit(Abort(request_id=request_id, attempt=attempt))
+        for key in gateway.live:
+            self._cut_short(key, "gateway_lost", "its gateway was lost before the request was done")
 
     def _send(self, identity: bytes, message: EngineMessage) -> None:
         try:
@@ -399,9 +400,14 @@ class GatewayPort:
         self._send(identity, rejected)
 
     def _cut_all_short(self) -> None:
-        for (request_id, attempt), live in self._live.items():
-            live.is_cut_short = True
-            self._submit(Abort(request_id=request_id, attempt=attempt))
+        for key in self._live:
+            self._cut_short(key, "draining", "the replica shut down before the request was done")
+
+    def _cut_short(self, key: Attempt, code: str, message: str) -> None:
+        """End a request by ourselves: an error, which no tenant pays for."""
+        live = self._live[key]
+        live.cut_short = live.cut_short or (code, message)
+        self._submit(Abort(request_id=key[0], attempt=key[1], is_platform_fault=True))
 
     def _find_usage(self, query: UsageQuery) -> UsageReply:
         if (query.request_id, query.attempt) in self._live:
@@ -505,13 +511,9 @@ class GatewayPort:
     def _end(
         self, key: Attempt, live: _Live, event: TokenEvent, ended: list[JournalEntry]
     ) -> TokenEvent:
-        if live.is_cut_short and event.finish_reason == "abort":
-            event = msgspec.structs.replace(
-                event,
-                finish_reason="error",
-                error_code="draining",
-                error_message="the replica shut down before the request was done",
-            )
+        if live.cut_short is not None and event.error_code == GIVEN_UP:
+            code, message = live.cut_short
+            event = msgspec.structs.replace(event, error_code=code, error_message=message)
         reason, usage = event.finish_reason, event.usage
         assert reason is not None
         assert usage is not None, "a terminal event without usage"

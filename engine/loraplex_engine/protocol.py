@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+GIVEN_UP = "given_up"  # error_code of what was ended for the platform's sake, not the client's
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request's tokens are drawn.
@@ -63,13 +65,16 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     """Stop a request in whatever state it is. Unknown or finished: no-op.
 
-    The engine still answers with the terminal event (finish_reason "abort", or "stop" when
-    `as_stop` is set: the gateway saw a stop string complete), so that usage is never lost.
+    The engine still answers with the terminal event, so that usage is never lost: finish_reason
+    "abort" (the client left), "stop" when `as_stop` is set (the gateway saw a stop string complete),
+    "error" with code `GIVEN_UP` when `is_platform_fault` is set (a deadline, a shutdown, a lost
+    lease: the client is told that nothing is billed, and whoever reads the journal must know it).
     """
 
     request_id: str
     attempt: int
     as_stop: bool = False
+    is_platform_fault: bool = False
 
 
 class PrefetchAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch_adapter"):
@@ -104,7 +109,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """First message of every connection, repeated as a heartbeat every few seconds.
 
     A gateway that has been silent for `GATEWAY_TIMEOUT_S` is taken for dead and its requests are
-    aborted (their usage still goes to the journal). Answer: `Welcome`.
+    ended with an error (their usage still goes to the journal). Answer: `Welcome`.
     """
 
     protocol_version: int

@@ -44,7 +44,9 @@ class Core(Protocol):
     last_step_num_tokens: int  # that the last `step` computed; 0: nothing could run
 
     def add(self, generate: Generate) -> None: ...
-    def abort(self, request_id: str, attempt: int, as_stop: bool = False) -> None: ...
+    def abort(
+        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+    ) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[TokenEvent]: ...
 
@@ -228,7 +230,9 @@ class StepLoop:
             case Generate():
                 self._admit(engine.core, work)
             case Abort():
-                engine.core.abort(work.request_id, work.attempt, work.as_stop)
+                engine.core.abort(
+                    work.request_id, work.attempt, work.as_stop, work.is_platform_fault
+                )
             case PrefetchAdapter():
                 engine.prefetch(work.adapter_digest)
 

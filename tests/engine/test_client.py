@@ -143,6 +143,9 @@ async def test_cancelling_the_wait_for_acceptance_aborts(
         await task
 
     await eventually(lambda: bool(engine.received_of(Abort)))
+    [abort] = engine.received_of(Abort)
+    assert isinstance(abort, Abort)
+    assert abort.is_platform_fault  # the one who cancels is not the client
 
 
 async def test_the_same_attempt_twice_is_a_programming_error(

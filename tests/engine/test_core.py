@@ -316,6 +316,26 @@ def test_abort_in_any_state(
     engine.assert_idle()
 
 
+@pytest.mark.parametrize(
+    ("as_stop", "expected"), [(False, ("error", "given_up")), (True, ("stop", None))]
+)
+def test_abort_for_the_platforms_sake_is_an_error_unless_the_text_was_complete(
+    as_stop: bool, expected: tuple[str, str | None]
+) -> None:
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=5, num_slots=1)
+    events = decoding(engine)
+
+    engine.core.abort("r0", 0, as_stop, is_platform_fault=True)
+    engine.core.abort("r0", 0)  # the first reason stands
+    events += engine.run()
+
+    terminal = terminal_of(events)
+    assert (terminal.finish_reason, terminal.error_code) == expected
+    assert terminal.usage == Usage(prompt_tokens=3, completion_tokens=2)
+    assert engine.core.stats().requests_finished_total[expected[0]] == 1
+    engine.assert_idle()
+
+
 def test_abort_of_a_preempted_request_keeps_its_usage() -> None:
     engine = make_engine(num_blocks=4, max_num_seqs=2)
     engine.core.add(make_request("first", max_tokens=12, seed=1))

@@ -558,7 +558,9 @@ async def test_abort_of_a_queued_request(folder: Path) -> None:
         await read_all(running)
 
 
-async def test_a_silent_gateway_is_taken_for_dead_and_billed(folder: Path) -> None:
+async def test_a_silent_gateway_is_taken_for_dead_and_its_requests_are_faults(
+    folder: Path,
+) -> None:
     async with (
         run_replica(folder, gateway_timeout_s=0.2, step_s=0.005) as replica,
         EngineClient(replica.address, gateway_id="alive", heartbeat_s=0.05) as client,
@@ -578,7 +580,7 @@ async def test_a_silent_gateway_is_taken_for_dead_and_billed(folder: Path) -> No
                     assert not isinstance(decode_from_engine(frame), Welcome)
 
     assert reply.entry is not None
-    assert reply.entry.finish_reason == "abort"
+    assert reply.entry.finish_reason == "error"
     assert 0 < reply.entry.usage.completion_tokens < 1900
 
 
@@ -594,8 +596,26 @@ async def test_a_gateway_that_vanishes_is_noticed_within_a_step(
     reply = await client.query_usage("gone", 1)
 
     assert reply.entry is not None
-    assert reply.entry.finish_reason == "abort"
+    assert reply.entry.finish_reason == "error"  # not the client's abort: nobody is billed
     assert reply.entry.usage.completion_tokens < 1000
+
+
+async def test_an_abort_for_the_platforms_sake_is_journaled_as_an_error(
+    replica: Replica, client: EngineClient
+) -> None:
+    replica.engine.executor.step_s = 0.002
+    stream = await client.generate(make_request("given-up", max_tokens=1900))
+    await anext(stream)
+
+    stream.abort(is_platform_fault=True)
+    stream.abort()  # the first reason stands
+    _, last = await read_all(stream)
+    reply = await client.query_usage("given-up", 1)
+
+    assert (last.finish_reason, last.error_code) == ("error", "given_up")
+    assert reply.entry is not None
+    assert reply.entry.finish_reason == "error"
+    assert last.usage == reply.entry.usage
 
 
 # ---------------------------------------------------------------------------- the engine's own faults

@@ -32,6 +32,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from loraplex_engine.protocol import (
+    GIVEN_UP,
     PROTOCOL_VERSION,
     Abort,
     Accepted,
@@ -295,7 +296,8 @@ class FakeEngine:
                 return
             await self._rest(running, script.token_delay_s)
         if running.abort is not None:
-            reason = "stop" if running.abort.as_stop else "abort"
+            is_fault = running.abort.is_platform_fault
+            reason = "stop" if running.abort.as_stop else "error" if is_fault else "abort"
         await self._emit(running, [], reason)
 
     def _plan(self, running: _Running) -> tuple[list[int], FinishReason]:
@@ -356,6 +358,7 @@ class FakeEngine:
             logprobs = [
                 TokenLogprobs(-0.5, [i + k for k in tops], [-0.5 - k for k in tops]) for i in ids
             ]
+        error_code = running.script.error_code if running.abort is None else GIVEN_UP
         event = TokenEvent(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -364,7 +367,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_token_id=ids[-1] if reason == "stop" and is_stop_token else None,
             usage=usage,
-            error_code=running.script.error_code if reason == "error" else None,
+            error_code=error_code if reason == "error" else None,
             error_message="failed by the script" if reason == "error" else None,
         )
         frame = StepFrame(step_id=next(self._step_ids), events=[event])

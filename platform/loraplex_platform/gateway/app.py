@@ -66,6 +66,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
     redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
     async with (
         open_database(settings) as database,
+        open_database(settings.model_copy(update={"database_pool_size": 1})) as renewals,
         Router(
             database.sessions,
             gateway_id=gateway_id,
@@ -78,7 +79,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
             gateway_id=gateway_id,
             sessions=database.sessions,
             router=router,
-            pumps=PumpSupervisor(database.sessions),
+            pumps=PumpSupervisor(renewals.sessions),
             tokenizer=tokenizer,
             metrics=GatewayMetrics(),
         )

@@ -165,19 +165,18 @@ class Pump:
             return
         self._is_abandoned = True
         self.events.put_nowait(Failed(AbandonedError("The client closed the connection.")))
-        self._abort()
+        self._abort(is_platform_fault=False)
 
     def kill(self, error: PlatformError) -> None:
         """End it for a reason of ours: nothing is billed. A client that left first pays."""
         if not (self.is_over or self._is_abandoned or self._killed_by):
             self._killed_by = error
-            self._abort()
+            self._abort(is_platform_fault=True)
 
     def lose_lease(self) -> None:
         """The sweeper has taken over: stop the engine, leave the books alone."""
         self._has_lost_lease = True
         self.kill(EngineLostMidwayError("The request was given up.", retry_after_s=RETRY_AFTER_S))
-        self._abort()
 
     @property
     def renewal(self) -> Renewal | None:
@@ -204,7 +203,7 @@ class Pump:
                 ending = await self._generate()
             except Exception as error:  # noqa: BLE001 - the books must close
                 log_crash("pump_crashed", error)
-                self._abort()
+                self._abort(is_platform_fault=True)
                 crash = PlatformError("Something went wrong on our side; nothing is billed.")
                 ending = self._fault(crash, "fault", "observed")
             await self._close_books(ending)
@@ -371,7 +370,7 @@ class Pump:
         if piece:
             self.events.put_nowait(piece)
         if self._text.is_stopped and event.finish_reason is None:
-            self._abort()
+            self._abort(is_platform_fault=False)
 
     def _ended_by(self, event: TokenEvent) -> _Ending:
         usage = event.usage or self._observed_usage()
@@ -488,12 +487,18 @@ class Pump:
     def _is_unwanted(self) -> bool:
         return self._is_abandoned or self._killed_by is not None
 
-    def _abort(self) -> None:
-        """Tell the engine to stop, once: the first reason is the one that it records."""
+    def _abort(self, *, is_platform_fault: bool) -> None:
+        """Tell the engine to stop, once: the first reason is the one that it records.
+
+        Should we die before we settle, the sweeper bills by that record alone.
+        """
         if self._is_dispatched and not self._has_aborted:
             self._has_aborted = True
             self.replica.client.abort(
-                str(self.job.request_id), _ATTEMPT, as_stop=self._text.is_stopped
+                str(self.job.request_id),
+                _ATTEMPT,
+                as_stop=self._text.is_stopped,
+                is_platform_fault=is_platform_fault,
             )
 
     def _note_times(self, num_tokens: int) -> None:
@@ -522,7 +527,12 @@ class Pump:
 
 
 class PumpSupervisor:
-    """Owns the pumps: keeps their tasks alive, renews their leases, ends them at shutdown."""
+    """Owns the pumps: keeps their tasks alive, renews their leases, ends them at shutdown.
+
+    Args:
+        sessions: for renewals alone. They must not wait behind requests that crowd a shared pool, or
+            a busy gateway loses its leases and with them the requests.
+    """
 
     def __init__(self, sessions: SessionFactory, *, renew_interval_s: float = 5.0) -> None:
         self._sessions = sessions

@@ -274,7 +274,7 @@ async def _read(stream: EngineStream, answer: _Answer) -> TokenEvent:
         async with asyncio.timeout(TIMEOUT_S):
             return await _read_on(stream, answer)
     except TimeoutError:
-        stream.abort()
+        stream.abort(is_platform_fault=True)
     try:
         async with asyncio.timeout(_ABORT_GRACE_S):
             return await _read_on(stream, answer)

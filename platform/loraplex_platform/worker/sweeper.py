@@ -2,8 +2,8 @@
 
 | what the engine says of the attempt | what the sweeper does |
 |---|---|
-| its journal entry has landed, or is read now | settle by the entry: stop, length: bill; abort: bill; error: absorb |
-| it is running | abort it, and come back for the entry |
+| its journal entry has landed, or is read now | settle by the entry: stop, length, a client's abort: bill; error: absorb |
+| it is running | abort it as a fault of the platform's, and come back for the entry |
 | it never heard of it, or has lost it | settle the checkpoint as lost (absorbed); void without one |
 | nothing, for a short while | wait for it |
 | nothing for `replica_lost_after_s` | as for "lost it" |
@@ -111,7 +111,8 @@ class Sweeper:
         except EngineLostError:
             return await self._come_back(request, CLAIM_S, "waiting")
         if reply.state == "running":
-            replica.client.abort(str(request.id), request.attempt)
+            # Nobody asked us to: the gateway's fault, or ours, and the journal is to say so.
+            replica.client.abort(str(request.id), request.attempt, is_platform_fault=True)
             return await self._come_back(request, ABORT_ANSWER_S, "aborting")
         if reply.entry is None:
             return await self._give_up(request)

@@ -55,6 +55,7 @@ async def test_closing_a_stream_aborts_and_bills_what_was_generated(stand: Stand
     request, attempt, entry = await stand.last_request()
     [abort] = stand.aborts
     assert not abort.as_stop
+    assert not abort.is_platform_fault
     assert attempt is not None
     assert entry is not None
     assert (attempt.outcome, request.finish_reason) == ("aborted", "abort")
@@ -289,7 +290,7 @@ async def test_the_deadline_ends_a_request_unbilled(
         assert attempt is not None
         assert entry is not None
         assert (attempt.outcome, entry.account) == ("fault", "absorbed")
-        assert len(stand.aborts) == 1
+        assert [abort.is_platform_fault for abort in stand.aborts] == [True]
         await stand.check_books()
 
 
@@ -358,10 +359,30 @@ async def test_a_lost_lease_stops_the_engine_and_leaves_the_books(own_stand: Sta
         async for _ in stream:
             pass
     await stand.settled()
-    assert len(stand.aborts) == 1
+    assert [abort.is_platform_fault for abort in stand.aborts] == [True]
+    assert stand.engine.journal[-1].finish_reason == "error"  # by which the sweeper absorbs it
     async with stand.db.sessions() as session:
         request = (await session.scalars(select(Request))).one()
     assert request.state == "reserved"  # the sweeper's now
+
+
+async def test_leases_are_renewed_although_requests_use_up_the_pool(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    async with Stand.open(db_url, redis_url, short_tmp_path, database_pool_size=2) as stand:
+        stand.engine.script = _SLOW
+        stream = await stand.client.chat.completions.create(
+            model=BASE, messages=_HELLO, stream=True, max_tokens=100
+        )
+        await anext(aiter(stream))
+        async with contextlib.AsyncExitStack() as crowd:
+            for _ in range(2):
+                session = await crowd.enter_async_context(stand.gateway.sessions())
+                await session.connection()
+            async with asyncio.timeout(5):
+                await stand.gateway.pumps.renew_once()
+        await stream.close()
+        await stand.settled()
 
 
 async def test_settling_is_tried_until_the_database_is_back(

@@ -75,9 +75,9 @@ class SimulatedEngine:
         entries = [entry for entry in self.journal if entry.seq > after_seq][:limit]
         return JournalReply(query_id=1, journal_id=f"journal-{id(self)}", entries=entries)
 
-    def abort(self, request_id: str, attempt: int) -> None:
+    def abort(self, request_id: str, attempt: int, *, is_platform_fault: bool) -> None:
         if self.is_reachable and UUID(request_id) in self.running:
-            self.end(UUID(request_id), "abort")
+            self.end(UUID(request_id), "error" if is_platform_fault else "abort")
 
     def _check(self) -> None:
         if not self.is_reachable:
@@ -201,7 +201,7 @@ class Fleet(RuleBasedStateMachine):
         renewals = [Renewal(f.request_id, 1, f.seen) for f in self.live()]
         for request_id in self.run(service.renew(self.db.sessions, renewals)):
             self._flight(request_id).is_forgotten = True  # somebody else settles
-            self.engine.abort(str(request_id), 1)
+            self.engine.abort(str(request_id), 1, is_platform_fault=True)
 
     @precondition(lambda self: any(self._is_over(f) for f in self.live()))
     @rule(
@@ -229,11 +229,11 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def gateway_dies(self, data: st.DataObject) -> None:
-        """The engine notices at once, or by and by (`finish` with "abort")."""
+        """The engine notices at once, or by and by (`finish` with "error")."""
         flight = data.draw(st.sampled_from(self.live()))
         flight.is_forgotten = True
         if data.draw(st.booleans()):
-            self.engine.abort(str(flight.request_id), 1)
+            self.engine.abort(str(flight.request_id), 1, is_platform_fault=True)
 
     @rule()
     def engine_dies(self) -> None:
@@ -287,7 +287,7 @@ class Fleet(RuleBasedStateMachine):
     async def _let_the_dust_settle(self) -> None:
         self.engine.is_reachable = True
         for request_id in list(self.engine.running):
-            self.engine.end(request_id, "abort")
+            self.engine.end(request_id, "error")  # the engine's own end of what no gateway wants
         for _ in range(3):
             for flight in self.flights:
                 await self._expire(flight.request_id)
@@ -306,6 +306,9 @@ class Fleet(RuleBasedStateMachine):
             assert len(usage) == (request.state == "settled")
             assert len(attempts) <= 1
             assert charged <= self.truth.get(flight.request_id, 0), "never more than was generated"
+            entry = self.engine.entry_of(flight.request_id)
+            if entry is not None and entry.finish_reason == "error":
+                assert charged == 0, "the platform pays for what it broke"
             if request.settled_by == SWEEPER and flight.has_stop_strings:
                 assert charged <= request.checkpoint_tokens, "a stop may have completed after it"
 

@@ -128,7 +128,7 @@ async def test_a_gateway_that_was_faster_wins_over_the_sweeper(
         assert await sweeper_of(db, engines).sweep_once() == []
 
 
-async def test_a_running_request_is_aborted_and_billed_up_to_the_abort(
+async def test_a_running_request_is_aborted_as_a_fault_and_absorbed(
     db: Database, engine: FakeEngine
 ) -> None:
     customer = await add_customer(db)
@@ -157,10 +157,26 @@ async def test_a_running_request_is_aborted_and_billed_up_to_the_abort(
     request, [attempt], [entry] = await rows_of(db, wanted.request_id)
     assert engine.num_running == 0
     assert 0 < attempt.generated < 90
-    assert (attempt.outcome, attempt.billed) == ("aborted", attempt.generated)
+    assert (attempt.outcome, attempt.billed, attempt.absorbed) == ("fault", 0, attempt.generated)
     assert attempt.generated == engine.journal[0].usage.completion_tokens
-    assert (entry.account, entry.completion_tokens) == ("revenue", attempt.generated)
-    assert request.finish_reason == "abort"
+    assert (entry.account, entry.completion_tokens) == ("absorbed", attempt.generated)
+    assert request.finish_reason == "error"
+
+
+async def test_a_clients_abort_that_its_gateway_could_not_settle_is_billed(
+    db: Database, engine: FakeEngine
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(9))
+    wanted = await run_and_die(db, engine, customer)
+    engine.journal[0] = msgspec.structs.replace(engine.journal[0], finish_reason="abort")
+
+    async with connected(engine) as engines:
+        await sweeper_of(db, engines).sweep_once()
+        await assert_books_are_right(db, engines)
+
+    _, [attempt], [entry] = await rows_of(db, wanted.request_id)
+    assert (attempt.outcome, attempt.billed, entry.account) == ("aborted", 9, "revenue")
 
 
 async def test_an_engines_error_is_absorbed(db: Database, engine: FakeEngine) -> None:
