@@ -14,6 +14,7 @@ from loraplex_engine.protocol import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Generate,
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")  # it becomes a path in the adapter store
 _INT32_MAX = 2**31 - 1
+MAX_ID_CHARS = 64  # a UUID has 36; ids go into the journal, whose records are bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ def check_request(generate: Generate, limits: ModelLimits, num_kv_slots: int) ->
     prompt = generate.prompt_token_ids
     if not generate.request_id:
         raise InvalidRequestError("request_id is empty")
+    for field, value in (("request_id", generate.request_id), ("tenant_id", generate.tenant_id)):
+        if len(value) > MAX_ID_CHARS:
+            raise InvalidRequestError(
+                f"{field} has {len(value)} characters: at most {MAX_ID_CHARS}"
+            )
     if not prompt:
         raise InvalidRequestError("prompt_token_ids is empty: a prompt has at least one token")
     _check_ids("prompt_token_ids", min(prompt), max(prompt), limits.vocab_size)

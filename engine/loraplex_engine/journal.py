@@ -121,6 +121,8 @@ class Journal:
         end = segment.size_bytes
         for seq, entry in enumerate(entries, segment.end_seq):
             payload = self._encoder.encode(msgspec.structs.replace(entry, seq=seq))
+            if len(payload) > _MAX_RECORD_BYTES:  # it would be taken for garbage at the next start
+                raise JournalError(f"an entry of {len(payload)} bytes; at most {_MAX_RECORD_BYTES}")
             records += (_HEADER.pack(len(payload), zlib.crc32(payload)), payload)
             offsets.append(end)
             end += _HEADER.size + len(payload)

@@ -26,6 +26,8 @@ def check(num_kv_slots: int = 1_000, sampling: dict[str, Any] | None = None, **f
     ("fields", "message"),
     [
         ({"request_id": ""}, "request_id is empty"),
+        ({"request_id": "r" * 65}, "request_id has 65 characters: at most 64"),
+        ({"tenant_id": "t" * 65}, "tenant_id has 65 characters: at most 64"),
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
         ({"prompt_token_ids": [1, VOCAB_SIZE]}, "prompt_token_ids holds 97: .* 0 to 96"),
         ({"prompt_token_ids": [1, -1]}, "prompt_token_ids holds -1"),
@@ -82,6 +84,10 @@ def test_bad_sampling_is_refused_by_name(sampling: dict[str, Any], message: str)
 )
 def test_the_edges_of_the_ranges_are_accepted(sampling: dict[str, Any]) -> None:
     check(sampling=sampling)
+
+
+def test_the_longest_ids_are_accepted() -> None:
+    check(request_id="r" * 64, tenant_id="t" * 64)
 
 
 def test_what_is_beyond_the_context_is_refused_with_both_numbers() -> None:

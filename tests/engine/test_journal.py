@@ -233,6 +233,20 @@ def test_a_full_disk_is_an_error_not_a_silent_loss(
     journal.close()
 
 
+def test_an_entry_too_long_to_be_read_again_is_not_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append([make_entry("a")])
+
+    with pytest.raises(JournalError, match="at most"):
+        journal.append([make_entry("b"), make_entry("x" * (1 << 20))])
+
+    journal.append([make_entry("c")])
+    journal.close()
+    journal = Journal(tmp_path)
+    assert [(e.seq, e.request_id) for e in journal.read(0, 9)] == [(1, "a"), (2, "c")]
+    journal.close()
+
+
 def test_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     Journal(folder).close()
