@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Generic, Literal, TypedDict, TypeVar, cast
+from typing import Any, BinaryIO, Generic, Literal, Self, TypedDict, TypeVar, cast
 from urllib.parse import quote
 
 import httpx
@@ -322,6 +322,7 @@ class Api:
     def __init__(
         self, control_url: str, session_token: str, *, transport: httpx.BaseTransport | None = None
     ) -> None:
+        self._is_shared = transport is not None
         # trust_env off: a proxy of the environment must not see sessions and secrets.
         self._http = httpx.Client(
             base_url=f"{control_url.rstrip('/')}/admin/v1",
@@ -330,6 +331,17 @@ class Api:
             transport=transport,
             trust_env=False,
         )
+
+    def close(self) -> None:
+        """Close the connections, unless they are shared."""
+        if not self._is_shared:
+            self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------------------- session
 

@@ -58,7 +58,9 @@ async def pass_login(request: Request) -> Response:
             return PlainTextResponse("That is too long.", 413)
     headers = {k: request.headers[k] for k in _REQUEST_HEADERS if k in request.headers}
     if request.client is not None:
-        headers["x-forwarded-for"] = request.client.host
+        # Last, as proxies do: what came before it is only as good as who sent it.
+        before = request.headers.getlist("x-forwarded-for")
+        headers["x-forwarded-for"] = ", ".join([*before, request.client.host])
     query = f"?{request.url.query}" if request.url.query else ""
     try:
         async with _client() as client:

@@ -61,6 +61,19 @@ def _find(api: Api, tenant_id: str) -> Tenant | None:
         raise
 
 
+def fresh(name: str) -> str:
+    """The key of a field that `empty(name)` empties: browsers keep what was typed under a key."""
+    times = st.session_state.get(f"{name}_times", 0)
+    return f"{name}_{times}" if times else name
+
+
+def empty(*names: str) -> None:
+    """Empty fields whose contents have been used, at the next run."""
+    for name in names:
+        st.session_state.pop(fresh(name), None)
+        st.session_state[f"{name}_times"] = st.session_state.get(f"{name}_times", 0) + 1
+
+
 def show_refusal(error: ApiError) -> None:
     """The API's own words; they name the field and the remedy."""
     where = f" ({fmt.code(error.param)})" if error.param else ""

@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import streamlit as st
 from streamlit.navigation.page import Page
 
-from loraplex_admin import choices
+from loraplex_admin import choices, connections
 from loraplex_admin import format as fmt
 from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableError, User
 from loraplex_admin.pages import (
@@ -27,12 +26,6 @@ from loraplex_admin.pages import (
 _ICON = Path(__file__).with_name("icon.png")
 
 Render = Callable[[Api, User], None]
-
-
-@st.cache_resource
-def _connections() -> httpx.HTTPTransport:
-    """Kept open and shared by all readers: a page is several calls. Their cookies are not in it."""
-    return httpx.HTTPTransport()
 
 
 def _page(render: Render, api: Api, user: User, *, title: str, icon: str, path: str) -> Page:
@@ -60,7 +53,7 @@ def main() -> None:
     st.set_page_config(page_title="Loraplex", page_icon=str(_ICON), layout="wide")
     control_url = os.environ.get("LORAPLEX_CONTROL_URL", "http://127.0.0.1:8001")
     token = st.context.cookies.get(SESSION_COOKIE, "")
-    api = Api(control_url, token, transport=_connections())
+    api = Api(control_url, token, transport=connections.shared())
     try:
         user = api.current_user()
     except ApiUnreachableError:

@@ -48,11 +48,12 @@ def count(value: int) -> str:
 def usd(amount: str) -> str:
     """Dollars with as many digits as say something: `$1.25`, `$0.000012345`."""
     value = Decimal(amount)
+    sign, value = ("-" if value < 0 else ""), abs(value)
     if value == 0:
         return "$0.00"
-    if abs(value) >= Decimal("0.01"):
-        return f"${value:,.2f}"
-    return f"${value.normalize():f}"
+    if value >= Decimal("0.01"):
+        return f"{sign}${value:,.2f}"
+    return f"{sign}${value.normalize():f}"
 
 
 def digest(value: str | None) -> str:

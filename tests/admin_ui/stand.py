@@ -58,6 +58,7 @@ class Stand:
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     http: httpx.Client  # with the admin key
+    apis: list[Api] = field(default_factory=list)
     base_script: Script = field(
         default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(BASE_ANSWER), 2])
     )
@@ -87,7 +88,9 @@ class Stand:
 
     def api(self, role: str = "admin") -> Api:
         """The console's client, logged in."""
-        return Api(self.control_url, self.session(role))
+        api = Api(self.control_url, self.session(role))
+        self.apis.append(api)
+        return api
 
     def post(self, path: str, **options: Any) -> dict[str, Any]:
         """POST with the admin key, below /admin/v1; must succeed."""
@@ -107,7 +110,10 @@ class Stand:
         return self.post(
             f"/tenants/{tenant_id}/adapters",
             data={"name": name},
-            files={"adapter_config": files.config, "adapter_model": files.model},
+            files={
+                "adapter_config": ("adapter_config.json", files.config),
+                "adapter_model": ("adapter_model.safetensors", files.model),
+            },
         )
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> dict[str, Any]:
@@ -205,7 +211,8 @@ def stand(
         finally:
             ready.set()
 
-    thread = threading.Thread(target=run, name="stand")
+    # A daemon: a stand that does not end must not keep the tests from ending.
+    thread = threading.Thread(target=run, name="stand", daemon=True)
     thread.start()
     ready.wait()
     try:
@@ -216,6 +223,8 @@ def stand(
             made = Stand(box["url"], box["engine"], box["loop"], client)
             made.engine.script_for = made.script_for
             yield made
+            for api in made.apis:
+                api.close()
     finally:
         if "stop" in box and not box["loop"].is_closed():
             box["loop"].call_soon_threadsafe(box["stop"].set)

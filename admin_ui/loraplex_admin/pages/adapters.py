@@ -55,12 +55,14 @@ def _upload(api: Api, tenant: Tenant) -> None:
                 st.rerun()
     with st.expander("Upload an adapter", icon=":material/upload:", key="upload"):
         name = st.text_input(
-            "Adapter name", key="upload_name", max_chars=80, placeholder="capitals"
+            "Adapter name", key=choices.fresh("upload_name"), max_chars=80, placeholder="capitals"
         )
         left, right = st.columns(2)
-        config = left.file_uploader("adapter_config.json", type=["json"], key="upload_config")
+        config = left.file_uploader(
+            "adapter_config.json", type=["json"], key=choices.fresh("upload_config")
+        )
         tensors = right.file_uploader(
-            "adapter_model.safetensors", type=["safetensors"], key="upload_model"
+            "adapter_model.safetensors", type=["safetensors"], key=choices.fresh("upload_model")
         )
         st.caption(
             "A PEFT LoRA folder's two files. The same name again makes its next version. "
@@ -79,8 +81,7 @@ def _upload(api: Api, tenant: Tenant) -> None:
                     return
             st.session_state["uploaded"] = answer
             # An uploaded file sits in this process's memory until its widget is gone.
-            for key in ("upload_name", "upload_config", "upload_model"):
-                st.session_state.pop(key, None)
+            choices.empty("upload_name", "upload_config", "upload_model")
             st.rerun()
 
 

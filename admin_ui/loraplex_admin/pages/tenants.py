@@ -8,8 +8,6 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.api import Api, ApiError, ApiKey, Tenant, User
 
-_NEW_TENANT_FIELDS = ("new_tenant_slug", "new_tenant_name")
-
 
 def render(api: Api, user: User) -> None:
     """The list, a form for a new tenant, then the keys of the chosen one."""
@@ -54,11 +52,11 @@ def _new_tenant(api: Api) -> None:
     with st.expander("New tenant", icon=":material/add:"), st.form("new_tenant", border=False):
         slug = st.text_input(
             "Slug",
-            key="new_tenant_slug",
+            key=choices.fresh("new_tenant_slug"),
             max_chars=63,
             help="Its short name, for good: lower-case letters, digits and dashes.",
         )
-        name = st.text_input("Name (optional)", key="new_tenant_name", max_chars=200)
+        name = st.text_input("Name (optional)", key=choices.fresh("new_tenant_name"), max_chars=200)
         if st.form_submit_button("Create tenant", type="primary", key="new_tenant_go"):
             try:
                 tenant = api.create_tenant(slug.strip(), name.strip())
@@ -66,8 +64,9 @@ def _new_tenant(api: Api) -> None:
                 choices.show_refusal(error)
                 return
             st.session_state["last_tenant_id"] = tenant["id"]
-            for name in ("tenants_tenant", "tenants_cursors", *_NEW_TENANT_FIELDS):
+            for name in ("tenants_tenant", "tenants_cursors"):
                 st.session_state.pop(name, None)
+            choices.empty("new_tenant_slug", "new_tenant_name")
             st.toast(f"Tenant {fmt.code(tenant['slug'])} is there.", icon=":material/check:")
             st.rerun()
 
@@ -101,11 +100,14 @@ def _keys(api: Api, tenant: Tenant, *, can_write: bool) -> None:
 
 def _new_key(api: Api, tenant: Tenant) -> None:
     with (
-        st.form("new_key", clear_on_submit=False),
+        st.form("new_key"),
         st.container(horizontal=True, vertical_alignment="bottom"),
     ):
         name = st.text_input(
-            "Name of a new key", key="new_key_name", max_chars=80, placeholder="production"
+            "Name of a new key",
+            key=choices.fresh("new_key_name"),
+            max_chars=80,
+            placeholder="production",
         )
         is_asked = st.form_submit_button("Create key", type="primary", key="new_key_go")
     if not is_asked:
@@ -116,7 +118,7 @@ def _new_key(api: Api, tenant: Tenant) -> None:
         choices.show_refusal(error)
         return
     st.session_state.pop(f"keys_cursors_{tenant['id']}", None)
-    st.session_state.pop("new_key_name", None)
+    choices.empty("new_key_name")
     st.rerun()
 
 

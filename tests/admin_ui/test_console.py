@@ -1,0 +1,48 @@
+"""The console's script as a whole: nobody logged in, and a control API that is down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import loraplex_admin
+import pytest
+from loraplex_admin import connections
+from streamlit.testing.v1 import AppTest
+
+from tests.admin_ui.stand import Stand
+
+SCRIPT = Path(loraplex_admin.__file__).with_name("console.py")
+
+
+@pytest.fixture
+def closed_connections() -> Iterator[None]:
+    yield
+    connections.shared().close()
+    connections.shared.clear()
+
+
+@pytest.mark.usefixtures("closed_connections")
+def test_without_a_session_there_is_only_the_way_to_log_in(
+    platform: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_CONTROL_URL", platform.control_url)
+
+    test = AppTest.from_file(SCRIPT, default_timeout=60).run()
+
+    assert not test.exception
+    assert test.title[0].value == "You are logged out"
+    assert not test.metric
+
+
+@pytest.mark.usefixtures("closed_connections")
+def test_a_control_api_that_is_down_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_CONTROL_URL", "http://127.0.0.1:9")
+
+    test = AppTest.from_file(SCRIPT, default_timeout=60).run()
+
+    assert not test.exception
+    assert [error.value for error in test.error] == [
+        "The control API does not answer. Is it running?"
+    ]
+    assert not test.title

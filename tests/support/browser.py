@@ -1,0 +1,128 @@
+"""Headless Chromium (Debian's, by Playwright) and the console as a process, for browser tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.support.processes import wait_until
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+# A page is ready within a second on a quiet machine; tests also run on busy ones.
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser. Without one installed the test is skipped; in CI it fails instead."""
+    path = next(filter(None, map(shutil.which, _NAMES)), None)
+    if path is None:
+        assert not os.environ.get("CI"), "CI needs chromium: make chromium"
+        pytest.skip("needs chromium: make chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def console(control_url: str, folder: Path) -> Iterator[str]:
+    """`loraplex console` on a free port; its URL. What it logs goes to folder/console.log."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    with (folder / "console.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loraplex_platform.cli", "console", "--port", str(port)],
+            env={**environment, "LORAPLEX_CONTROL_URL": control_url},
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        assert process.poll() is None, (folder / "console.log").read_text()
+        try:
+            return httpx.get(f"{url}/_stcore/health", trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(is_up, deadline_s=DEADLINE_S)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def open_page(browser: Browser, *, scheme: str = "light", width: int = 1280) -> Page:
+    """A page of a visitor of their own."""
+    context = browser.new_context(
+        color_scheme="dark" if scheme == "dark" else "light",
+        viewport={"width": width, "height": 1400},
+        accept_downloads=True,
+    )
+    context.set_default_timeout(DEADLINE_S * 1000)
+    return context.new_page()
+
+
+def log_in(page: Page, url: str, email: str, password: str) -> None:
+    """Open the console, and log in where that leads."""
+    page.goto(url)
+    page.get_by_label("E-mail").fill(email)
+    page.get_by_label("Password").fill(password)
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("heading", name="Overview").wait_for()
+
+
+def settle(page: Page) -> None:
+    """Wait until the script has run and nothing is still being drawn."""
+    page.wait_for_function(
+        """() => document.querySelector('[data-testid="stMain"] h1')
+            && !document.querySelector('[data-test-script-state="running"]')
+            && !document.querySelector('[data-testid="stSkeleton"]')
+            && !document.querySelector('[data-stale="true"]')"""
+    )
+
+
+def visit(page: Page, url: str, path: str) -> None:
+    """Open one of the console's pages and wait until it stands."""
+    page.goto(f"{url}/{path}")
+    settle(page)
+
+
+def go(page: Page, title: str) -> None:
+    """Follow the sidebar's link."""
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True).click()
+    page.get_by_role("heading", name=title, exact=True).wait_for()
+    settle(page)
+
+
+def choose(page: Page, label: str, option: str) -> None:
+    """Choose in a select box."""
+    page.get_by_role("combobox", name=label).first.click()
+    page.get_by_role("option", name=option, exact=True).click()
+    settle(page)
