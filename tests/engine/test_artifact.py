@@ -375,6 +375,25 @@ def test_malformed_headers_are_refused(file: bytes, message: str) -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("char", ["\ud800", "\0", "\n", "\u202e"])
+def test_what_is_not_printable_is_escaped_in_every_complaint(tmp_path: Path, char: str) -> None:
+    """A lone surrogate, which JSON can carry, has no UTF-8: quoted as it is, it would be our fault."""
+    model = encode_tensors(lora_tensors())
+    name = f"a{char}b"
+    for config, file in (
+        (lora_config(**{name: True}), model),
+        (lora_config(target_modules=["q_proj", name]), model),
+        (lora_config(target_modules=f".*{name}"), model),
+        (lora_config(rank_pattern={name: 8}), model),
+        (lora_config(), header_with(**{name: {"dtype": "F32"}})),
+        (lora_config(), encode_tensors({name: np.ones((2, 2), np.float32)})),
+    ):
+        error = refused(tmp_path / "a", config, file)
+
+        assert all(part.isprintable() for part in (str(error), error.field, error.message))
+        str(error).encode()
+
+
 def test_header_caps() -> None:
     with pytest.raises(ArtifactError, match="2 tensors; 1 are allowed"):
         read_tensors(header_with(), limits=AdapterLimits(max_tensors=1))

@@ -406,6 +406,8 @@ class _Fields:
             not item or len(item) > limits.max_pattern_chars for item in value
         ):
             self.refuse(name, "it has too many, empty or overlong names.", "Shorten the list.")
+        if not all(item.isprintable() for item in value):
+            self.refuse(name, "a name has characters that cannot be printed.", "Mend the names.")
         names = dict.fromkeys(value)
         return tuple(names if ordered else sorted(names))
 
@@ -416,6 +418,8 @@ class _Fields:
                 f"a pattern has {len(pattern)} characters; {limits.max_pattern_chars} are allowed.",
                 "Use shorter patterns.",
             )
+        if not pattern.isprintable():
+            self.refuse(name, "a pattern has characters that cannot be printed.", "Mend it.")
         try:
             check_pattern(pattern)
         except UnsafePatternError as error:
