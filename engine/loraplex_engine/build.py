@@ -43,6 +43,10 @@ class NoAdapters:
             "this replica has no adapter store; start it with --store-url"
         )
 
+    def lacks_slot(self, digest: str) -> bool:
+        """False: nothing is loaded."""
+        return False
+
     def release(self, digest: str) -> None:
         """Never called: nothing is leased."""
 

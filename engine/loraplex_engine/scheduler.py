@@ -84,6 +84,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs))
         heapify(self._free_rows)
         self._freed_rows: list[int] = []  # since the last step: the runner is to forget them
+        self._draining: str | None = None  # the adapter that is to give its slot up
         self._next_step_id = 0
 
     @property
@@ -213,6 +214,7 @@ class Scheduler:
 
     def _admit_waiting(self, batch: _Batch) -> None:
         unavailable: set[str] = set()  # each adapter is asked for once per step
+        has_refused = False  # someone further ahead a slot
         for request in self._waiting.in_order():
             if batch.budget == 0 or not self._free_rows:
                 break
@@ -232,6 +234,9 @@ class Scheduler:
                     continue
                 if leased is None:
                     unavailable.add(digest)
+                    if not has_refused and self._adapters.lacks_slot(digest):
+                        has_refused = True
+                        unavailable.add(self._adapter_to_drain())
                     continue
                 slot = leased
             self._admit(batch, request, slot)
@@ -256,6 +261,24 @@ class Scheduler:
             )
         )
         batch.append(request, self._chunk(request, batch.budget))
+
+    def _adapter_to_drain(self) -> str:
+        """The adapter whose slot goes to the first request that lacks one: nobody behind that request
+        may lease it anew, or it would never be free while requests for it keep coming. It stays the
+        same until its slot is free; that of least work left is chosen.
+        """
+        work_left: dict[str, int] = {}
+        for request in self._running:
+            if request.adapter_digest is not None:
+                left = request.num_prompt_tokens + request.sampling.max_tokens - request.num_tokens
+                work_left[request.adapter_digest] = max(
+                    work_left.get(request.adapter_digest, 0), left
+                )
+        assert work_left, "every slot is leased, but nobody runs with an adapter"
+        if self._draining not in work_left:
+            self._draining = min(work_left, key=work_left.__getitem__)
+        assert self._draining is not None
+        return self._draining
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many of a request's tokens to compute now."""

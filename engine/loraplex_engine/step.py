@@ -113,6 +113,10 @@ class AdapterPool(Protocol):
         """
         ...
 
+    def lacks_slot(self, digest: str) -> bool:
+        """Whether it is loaded, and `lease` gave None only because every slot is leased."""
+        ...
+
     def release(self, digest: str) -> None:
         """Give one lease back."""
         ...

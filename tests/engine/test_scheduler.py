@@ -25,6 +25,10 @@ def scheduled(engine: FakeEngine) -> dict[int, int]:
     return dict(zip(step.rows_B.tolist(), step.num_scheduled_B.tolist(), strict=True))
 
 
+def running_names(engine: FakeEngine) -> set[str]:
+    return {request.generate.request_id for request in engine.scheduler._running}
+
+
 def assert_all_solo(engine: FakeEngine, requests: list[Generate], events: list[TokenEvent]) -> None:
     outcomes = collect_outcomes(events)
     for request in requests:
@@ -274,6 +278,45 @@ def test_a_request_without_a_free_slot_waits_for_one() -> None:
 
     events += engine.run()
     assert_all_solo(engine, requests, events)
+
+
+def test_a_request_without_a_slot_is_not_starved_by_later_ones_for_adapters_that_have_one() -> None:
+    """However many keep coming: those that ran when it was refused end, and it is its turn."""
+    engine = make_engine(num_slots=2, max_num_seqs=8)
+    requests = [make_request("a", adapter="a", max_tokens=6)]
+    requests += [make_request("b", adapter="b", max_tokens=30), make_request("x", adapter="x")]
+    for request in requests:
+        engine.core.add(request)
+    events = []
+    for index in range(30):
+        for name in ("a", "b"):
+            requests.append(make_request(f"{name}{index}", adapter=name, max_tokens=4))
+            engine.core.add(requests[-1])
+        events += engine.core.step()
+        engine.core.check()
+        if index == 2:  # a drains; b, which has more to do, is served as ever
+            assert {request.request_id for request in requests[:2]} <= running_names(engine)
+            assert "b0" in running_names(engine)
+            assert "a0" not in running_names(engine)
+
+    num_steps = next(n for n, event in enumerate(events) if event.request_id == "x")
+    assert num_steps <= 6 * 8
+    assert_all_solo(engine, requests, events + engine.run())
+
+
+def test_nobody_gives_up_a_slot_for_an_adapter_that_only_loads() -> None:
+    engine = make_engine(num_slots=1)
+    engine.adapters.hold("slow")
+    requests = [make_request("a0", adapter="a"), make_request("slow", adapter="slow")]
+    requests.append(make_request("a1", adapter="a"))
+    for request in requests:
+        engine.core.add(request)
+
+    events = engine.core.step()
+
+    assert {event.request_id for event in events} == {"a0", "a1"}
+    engine.adapters.finish_loading("slow")
+    assert_all_solo(engine, requests, events + engine.run())
 
 
 def test_an_adapter_is_asked_for_once_per_step_however_many_wait_for_it() -> None:

@@ -135,6 +135,9 @@ class FakeAdapterPool:
             self.num_leased += 1
         return slot
 
+    def lacks_slot(self, digest: str) -> bool:
+        return digest not in self.held_back
+
     def release(self, digest: str) -> None:
         assert self.leases.get(digest, 0) > 0, "released more often than leased"
         self.leases[digest] -= 1

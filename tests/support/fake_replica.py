@@ -92,6 +92,9 @@ class FakeAdapters:
         self.num_leases += 1
         return self.slots.setdefault(digest, len(self.slots))
 
+    def lacks_slot(self, digest: str) -> bool:
+        return False
+
     def release(self, digest: str) -> None:
         self.num_leases -= 1
 

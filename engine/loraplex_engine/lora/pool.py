@@ -192,6 +192,11 @@ class LoraPool(Generic[Packed]):
         entry.leases += 1
         return entry.slot
 
+    def lacks_slot(self, digest: str) -> bool:
+        """Whether it is loaded, and `lease` gave None only because every slot is leased."""
+        entry = self._host.get(digest)
+        return entry is not None and entry.slot is None
+
     def release(self, digest: str) -> None:
         """Give one lease back."""
         entry = self._host[digest]
