@@ -268,6 +268,7 @@ CREATE TABLE attempts (
     outcome VARCHAR(16) NOT NULL,
     source VARCHAR(16) NOT NULL,
     prompt_tokens BIGINT NOT NULL,
+    cached_tokens BIGINT NOT NULL,
     generated BIGINT NOT NULL,
     billed BIGINT NOT NULL,
     absorbed BIGINT NOT NULL,
@@ -278,7 +279,8 @@ CREATE TABLE attempts (
     CONSTRAINT ck_attempts_outcome CHECK (outcome in ('completed', 'aborted', 'fault', 'lost')),
     CONSTRAINT ck_attempts_source CHECK (source in ('terminal', 'journal', 'observed')),
     CONSTRAINT ck_attempts_identity CHECK (generated = billed + absorbed + discarded_past_stop + discarded_past_abort),
-    CONSTRAINT ck_attempts_not_negative CHECK (least(generated, billed, absorbed, discarded_past_stop, discarded_past_abort) >= 0)
+    CONSTRAINT ck_attempts_not_negative CHECK (least(generated, billed, absorbed, discarded_past_stop, discarded_past_abort) >= 0),
+    CONSTRAINT ck_attempts_cached_tokens CHECK (cached_tokens between 0 and prompt_tokens)
 );
 
 CREATE TABLE ledger (
@@ -363,6 +365,7 @@ CREATE TABLE idempotency (
     route VARCHAR(160) NOT NULL,
     key_hash BYTEA NOT NULL,
     fingerprint BYTEA NOT NULL,
+    claim_token UUID NOT NULL,
     status INTEGER,
     response JSONB,
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,

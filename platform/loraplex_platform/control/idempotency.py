@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.audit import queries
 from loraplex_platform.errors import ConflictError, IdempotencyReuseError, InvalidRequestError
+from loraplex_platform.ids import uuid7
 
 HEADER = "idempotency-key"
 MAX_KEY_CHARS = 255
@@ -43,6 +44,7 @@ class Idempotency:
         self._sessions = sessions
         digest = hashlib.sha256(key.encode()).digest()
         self._scope = queries.Scope(principal, route[:160], digest)
+        self._claim_token = uuid7()  # of this call, should another one take the key over
 
     @classmethod
     def of(
@@ -72,7 +74,9 @@ class Idempotency:
             IdempotencyInProgressError: it is still running.
         """
         async with self._sessions() as session:
-            is_claimed = await queries.claim(session, self._scope, fingerprint, RUNNING_FOR)
+            is_claimed = await queries.claim(
+                session, self._scope, fingerprint, self._claim_token, RUNNING_FOR
+            )
             await session.commit()
             if is_claimed:
                 return None
@@ -91,20 +95,35 @@ class Idempotency:
         )
 
     async def finish(self, session: AsyncSession, response: Response) -> None:
-        """Keep the reply, in the operation's transaction."""
+        """Keep the reply, in the operation's transaction.
+
+        Raises:
+            IdempotencyInProgressError: it took so long that a later call has the key now; the
+                transaction must not be committed.
+        """
         body = json.loads(bytes(response.body)) if response.body else {}
-        await queries.finish(
+        is_kept = await queries.finish(
             session,
             self._scope,
-            response.status_code,
-            without_secrets(body),
-            datetime.now(UTC) + KEEP,
+            self._claim_token,
+            status=response.status_code,
+            response=without_secrets(body),
+            keep_until=datetime.now(UTC) + KEEP,
         )
+        if not is_kept:
+            raise IdempotencyInProgressError(
+                "Another request has taken this Idempotency-Key over; try again.",
+                retry_after_s=1,
+            )
 
     async def abandon(self) -> None:
-        """The operation failed and had no effect."""
+        """Free the key unless the operation had its effect.
+
+        An error does not tell: a commit whose acknowledgement was lost looks like one that failed.
+        The record does, as the reply was stored with the effect.
+        """
         async with self._sessions() as session:
-            await queries.drop(session, self._scope)
+            await queries.drop(session, self._scope, self._claim_token)
             await session.commit()
 
 

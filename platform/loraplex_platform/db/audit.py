@@ -38,6 +38,7 @@ class IdempotencyRecord(Base):
     route: Mapped[str] = mapped_column(String(160), primary_key=True)
     key_hash: Mapped[bytes] = mapped_column(primary_key=True)
     fingerprint: Mapped[bytes]
+    claim_token: Mapped[UUID]  # of the call that runs, or ran: only that one finishes or drops it
     status: Mapped[int | None]  # null: still running
     response: Mapped[Json | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from loraplex_platform.audit import queries
 from loraplex_platform.db import IdempotencyRecord
+from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.tenancy import service as tenancy
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, adapter, error_of
 from tests.support.metering import run_sql
@@ -72,6 +76,65 @@ async def test_a_refused_call_leaves_its_key_free(stand: Stand) -> None:
     for slug, status in (("taken", 409), ("BAD", 400), ("free", 201)):
         answer = await stand.admin.post("/admin/v1/tenants", json={"slug": slug}, headers=KEY)
         assert answer.status_code == status
+
+
+async def test_a_commit_whose_acknowledgement_was_lost_is_not_done_again(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, commit = queries.finish, AsyncSession.commit
+    to_be_lost: list[AsyncSession] = []
+    lost: list[AsyncSession] = []
+
+    async def note(session: AsyncSession, *args: Any, **named: Any) -> bool:
+        if not lost:
+            to_be_lost.append(session)
+        return await finish(session, *args, **named)
+
+    async def lose_the_answer(session: AsyncSession) -> None:
+        await commit(session)
+        if session in to_be_lost and not lost:
+            lost.append(session)
+            raise DatabaseUnavailableError
+
+    monkeypatch.setattr(queries, "finish", note)
+    monkeypatch.setattr(AsyncSession, "commit", lose_the_answer)
+    body = {"slug": "acme"}
+
+    first = await stand.admin.post("/admin/v1/tenants", json=body, headers=KEY)
+    again = await stand.admin.post("/admin/v1/tenants", json=body, headers=KEY)
+
+    assert len(lost) == 1
+    error_of(first, 503, "database_unavailable")
+    assert (again.status_code, again.json()["slug"]) == (201, "acme")
+    assert again.headers["idempotency-replayed"] == "true"
+
+
+async def test_a_call_that_lost_its_key_to_a_later_one_has_no_effect_and_leaves_that_one_be(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+    create = tenancy.create_tenant
+
+    async def slow(*args: object) -> object:
+        if not entered.is_set():
+            entered.set()
+            await leave.wait()
+        return await create(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tenancy, "create_tenant", slow)
+    path = "/admin/v1/tenants"
+    first = asyncio.create_task(stand.admin.post(path, json={"slug": "first"}, headers=KEY))
+    await entered.wait()
+    await run_sql(stand.db, "update idempotency set expires_at = now()")
+    second = await stand.admin.post(path, json={"slug": "second"}, headers=KEY)
+    leave.set()
+
+    error_of(await first, 409, "idempotency_in_progress")
+    assert second.status_code == 201
+    shown = (await stand.admin.get(path)).json()["data"]
+    assert [tenant["slug"] for tenant in shown] == ["second"]
+    replay = await stand.admin.post(path, json={"slug": "second"}, headers=KEY)
+    assert replay.json() == second.json()
 
 
 async def test_keys_are_the_callers_own_and_per_route_and_end(stand: Stand) -> None:
