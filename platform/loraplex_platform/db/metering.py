@@ -83,6 +83,7 @@ class Attempt(Base):
             "least(generated, billed, absorbed, discarded_past_stop, discarded_past_abort) >= 0",
             name="not_negative",
         ),
+        CheckConstraint("cached_tokens between 0 and prompt_tokens", name="cached_tokens"),
     )
 
     request_id: Mapped[UUID] = mapped_column(primary_key=True)
@@ -94,6 +95,7 @@ class Attempt(Base):
     # the gateway counted what had reached it.
     source: Mapped[str] = mapped_column(String(16))
     prompt_tokens: Mapped[BigInt]
+    cached_tokens: Mapped[BigInt]  # of the prompt
     generated: Mapped[BigInt]
     billed: Mapped[BigInt]
     absorbed: Mapped[BigInt]

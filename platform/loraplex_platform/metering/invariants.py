@@ -147,22 +147,29 @@ _RULES = (
     ),
     _Rule(
         "ledger_equals_attempts",
-        "What the ledger charges is what the attempts say was billed, and faults are never charged",
+        "The ledger charges each attempt's prompt, cached and output tokens, and faults to nobody",
         """
-        select l.entry_id as id, l.account || ': ledger ' || l.completion_tokens || ', billed '
-            || a.billed || ', absorbed ' || a.absorbed as detail
+        select l.entry_id as id, l.account || ': ledger ' || l.prompt_tokens || ' ('
+            || l.cached_tokens || ' cached)+' || l.completion_tokens || ', attempt '
+            || coalesce(a.prompt_tokens || ' (' || a.cached_tokens || ' cached)+' || a.billed
+                || ' billed, ' || a.absorbed || ' absorbed', 'unknown') as detail
         from ledger l
-        join lateral (
-            select coalesce(sum(billed), 0) as billed, coalesce(sum(absorbed), 0) as absorbed
-            from attempts where request_id = l.entry_id
-        ) a on true
         join requests r on r.id = l.entry_id
-        where l.kind = 'usage' and l.entry_id >= :since and not (
-            case l.account
-                when 'revenue' then l.completion_tokens = a.billed and r.kind = 'user'
-                else a.billed = 0 and l.completion_tokens <= a.absorbed
-            end
-            and l.account in ('revenue', 'absorbed') and l.tenant_id = r.tenant_id)
+        left join attempts a on a.request_id = l.entry_id
+            and a.attempt = case l.kind when 'late' then l.seq else r.attempt end
+        where l.kind in ('usage', 'late') and l.entry_id >= :since and (
+            l.tenant_id = r.tenant_id
+            and l.prompt_tokens = a.prompt_tokens and l.cached_tokens = a.cached_tokens
+            and case l.account
+                when 'revenue' then l.completion_tokens = a.billed and l.kind = 'usage'
+                    and r.kind = 'user' and a.outcome in ('completed', 'aborted')
+                when 'absorbed' then l.completion_tokens = a.absorbed and a.billed = 0
+                else false
+            end) is not true
+        union all
+        select a.request_id, 'an earlier attempt was billed ' || a.billed
+        from attempts a join requests r on r.id = a.request_id
+        where a.request_id >= :since and a.attempt <> r.attempt and a.billed > 0
         """,
     ),
     _Rule(
@@ -179,13 +186,14 @@ _RULES = (
         "journals_agree",
         "Engines' journals and settled attempts agree, token for token",
         """
-        select e.request_id as id, 'engine ' || e.prompt_tokens || '+' || e.completion_tokens
-            || ', settled ' || a.prompt_tokens || '+' || a.generated || ' (' || a.source || ')'
-            as detail
+        select e.request_id as id, 'engine ' || e.prompt_tokens || ' (' || e.cached_tokens
+            || ' cached)+' || e.completion_tokens || ', settled ' || a.prompt_tokens || ' ('
+            || a.cached_tokens || ' cached)+' || a.generated || ' (' || a.source || ')' as detail
         from engine_usage e join attempts a using (request_id, attempt)
         where request_id >= :since and (a.tenant_id <> e.tenant_id or case a.source
             when 'observed' then e.completion_tokens < a.generated
-            else e.completion_tokens <> a.generated or e.prompt_tokens <> a.prompt_tokens end)
+            else (e.completion_tokens, e.prompt_tokens, e.cached_tokens)
+                <> (a.generated, a.prompt_tokens, a.cached_tokens) end)
         """,
     ),
     _Rule(

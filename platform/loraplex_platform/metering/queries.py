@@ -217,6 +217,7 @@ async def insert_attempt(
             outcome=usage.outcome,
             source=usage.source,
             prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
             generated=usage.generated,
             billed=account.billed,
             absorbed=account.absorbed,

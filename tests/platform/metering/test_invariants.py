@@ -21,6 +21,10 @@ insert into engine_usage (request_id, attempt, replica_id, tenant_id, finish_rea
     cached_tokens, completion_tokens, ended_at)
 values (%s, 1, 'replica-1', %s, 'stop', 10, 0, %s, now())
 """
+_PRICE = """(select micro_usd_per_mtok from price_items i
+    where i.price_book_id = ledger.price_book_id and i.target_kind = 'base'
+        and i.token_class = '{}')"""
+_INPUT, _CACHED, _OUTPUT = (_PRICE.format(name) for name in ("input", "cached_input", "output"))
 
 
 async def settled(db: Database, customer: Customer, **changes: object) -> UUID:
@@ -111,7 +115,29 @@ async def test_a_gateway_that_miscounts_is_found_out(db: Database, db_url: str) 
     assert report.identity.difference == 1
     [check] = [check for check in report.checks if check.name == "journals_agree"]
     assert check.offenders == [f"req_{request_id.hex}"]
-    assert "engine 10+21, settled 10+20" in check.detail
+    assert "engine 10 (0 cached)+21, settled 10 (0 cached)+20" in check.detail
+
+
+async def test_a_gateway_that_calls_a_prompt_cached_is_found_out(db: Database, db_url: str) -> None:
+    customer = await add_customer(db)
+    request_id = await settled(db, customer, usage_cached_tokens=4)
+    assert (await check_invariants(db.sessions)).ok
+    as_owner(db_url, _LAND, request_id, customer.tenant_id, 20)
+
+    assert broken(await check_invariants(db.sessions)) == {"journals_agree"}
+
+
+async def test_an_absorbed_charge_is_checked_to_the_token(db: Database, db_url: str) -> None:
+    await settled(db, await add_customer(db), usage_outcome="fault")
+    assert (await check_invariants(db.sessions)).ok
+
+    as_owner(
+        db_url,
+        "update ledger set completion_tokens = completion_tokens - 1,"
+        f" amount_pico = amount_pico - {_OUTPUT}",
+    )
+
+    assert broken(await check_invariants(db.sessions)) == {"ledger_equals_attempts"}
 
 
 async def test_work_without_a_request_is_found_out(db: Database, db_url: str) -> None:
@@ -141,6 +167,18 @@ async def test_work_for_another_tenant_is_found_out(db: Database, db_url: str) -
             "update ledger set completion_tokens = 19, amount_pico = amount_pico - 40000",
             {"ledger_equals_attempts"},
         ),
+        (
+            "update ledger set prompt_tokens = prompt_tokens + 1,"
+            f" amount_pico = amount_pico + {_INPUT}",
+            {"ledger_equals_attempts"},
+        ),
+        (
+            "update ledger set cached_tokens = 4,"
+            f" amount_pico = amount_pico - 4 * ({_INPUT} - {_CACHED})",
+            {"ledger_equals_attempts"},
+        ),
+        ("delete from attempts", {"ledger_equals_attempts"}),
+        ("update attempts set outcome = 'fault'", {"ledger_equals_attempts"}),
         ("update requests set state = 'voided'", {"settled_has_one_ledger_row"}),
         ("delete from requests", {"settled_has_one_ledger_row"}),
         ("update ledger set account = 'absorbed'", {"ledger_equals_attempts"}),
