@@ -188,8 +188,7 @@ async def test_work_for_another_tenant_is_found_out(db: Database, db_url: str) -
             {"no_stale_reservation", "settled_has_one_ledger_row"},
         ),
         (
-            "insert into replicas (replica_id, record, last_seen_at)"
-            " values ('replica-1', '{}', now() + interval '2 min')",
+            "update attempts set recorded_at = now() - interval '61 s'",
             {"attempts_are_confirmed"},
         ),
     ],
