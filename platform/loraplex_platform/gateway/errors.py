@@ -102,11 +102,21 @@ class EngineFailedError(PlatformError):
 
     code = "engine_error"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The same request would fail again, after as much work that nobody pays for."""
+        return {"x-should-retry": "false"}
+
 
 class DeadlineExceededError(UnavailableError):
     """The request took longer than a request may; nothing is billed."""
 
     status, code = 504, "deadline_exceeded"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The official client would do all of it twice more."""
+        return {"x-should-retry": "false"}
 
 
 class AbandonedError(PlatformError):

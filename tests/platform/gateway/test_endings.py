@@ -135,6 +135,7 @@ async def test_an_engine_error_before_the_first_token_is_a_500(stand: Stand) -> 
                 model=BASE, messages=_HELLO, stream=is_stream
             )
         assert (caught.value.status_code, caught.value.code) == (500, "engine_error")
+        assert caught.value.response.headers["x-should-retry"] == "false"
 
     request, attempt, entry = await stand.last_request()
     assert attempt is not None
@@ -279,13 +280,14 @@ async def test_a_queued_stream_commits_after_the_hold_and_pings(
 async def test_the_deadline_ends_a_request_unbilled(
     db_url: str, redis_url: str, short_tmp_path: Path
 ) -> None:
-    async with Stand.open(db_url, redis_url, short_tmp_path, request_timeout_s=0.3) as stand:
+    async with Stand.open(db_url, redis_url, short_tmp_path, request_timeout_s=1.5) as stand:
         stand.engine.script = Script(never_answers=True)
 
         with pytest.raises(openai.InternalServerError) as caught:
             await stand.client.chat.completions.create(model=BASE, messages=_HELLO)
 
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        assert caught.value.response.headers["x-should-retry"] == "false"
         _, attempt, entry = await stand.last_request()
         assert attempt is not None
         assert entry is not None
