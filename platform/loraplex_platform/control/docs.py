@@ -26,8 +26,8 @@ async def show_docs(request: Request) -> HTMLResponse:
     return HTMLResponse(render(request.app.openapi()))
 
 
-def render(document: dict[str, Any]) -> str:
-    """The page for an OpenAPI document."""
+def render(document: dict[str, Any], intro: str = _INTRO) -> str:
+    """The page for an OpenAPI document; `intro` is HTML."""
     sections: dict[str, list[str]] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -40,7 +40,7 @@ def render(document: dict[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f'<title>{title}</title><style>{STYLE}</style></head><body><main class="page">'
-        f"<h1>{title}</h1>{_INTRO}{body}</main></body></html>"
+        f"<h1>{title}</h1>{intro}{body}</main></body></html>"
     )
 
 

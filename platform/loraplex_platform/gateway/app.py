@@ -15,6 +15,7 @@ import loraplex_platform
 from loraplex_platform.db.session import DatabaseUnavailableError, open_database
 from loraplex_platform.gateway import (
     completions,
+    docs,
     error_handlers,
     models,
     openapi,
@@ -41,6 +42,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         title="Loraplex",
         version=getattr(loraplex_platform, "__version__", "0.1.0"),
         description="OpenAI-compatible completions from one base model and your LoRA adapters.",
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is docs.py
+        redoc_url=None,
         redirect_slashes=False,  # a redirect would carry the key to wherever it points
     )
     app.state.gateway = gateway
@@ -48,6 +51,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(completions.router)
     app.include_router(models.router)
     app.include_router(operations.router)
+    app.include_router(docs.router)
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.max_body_bytes)
     app.add_middleware(RequestContext, metrics=gateway.metrics)  # the outermost: added last
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign] # FastAPI's own way

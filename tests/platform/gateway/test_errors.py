@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -553,6 +554,17 @@ async def test_the_openapi_page_has_schemas_and_examples(stand: Stand) -> None:
     assert "/metrics" not in document["paths"]
     for name in _refs(document):
         assert name in document["components"]["schemas"]
+
+
+async def test_the_docs_page_loads_nothing_from_anywhere(stand: Stand) -> None:
+    page = await stand.http("").get("/docs")
+    redoc = await stand.http("").get("/redoc")
+
+    assert page.status_code == 200
+    assert "/v1/chat/completions" in page.text
+    assert "lpx_ak_" not in page.text  # what it says of keys is about tenants'
+    assert not re.search(r"<script|(src|href)=.?https?:|@import|url\(", page.text)
+    _check_envelope(redoc, 404, "not_found")
 
 
 def _refs(value: object) -> set[str]:
