@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -650,6 +651,9 @@ def test_norms_do_not_overflow(tmp_path: Path) -> None:
         ".*.*.*.*.*.*.*x",
         "a?" * 30,
         "(.|.)" * 40,
+        "(.|.|.|.|.|.|.|.|.|.)" * 8,
+        "(a|ab|abc)" * 16,
+        "(.|.).*.*.*.*.*.*x",
         "a)(b",
         "q_proj(",
         "[",
@@ -678,6 +682,7 @@ def test_patterns_that_could_stop_the_engine_are_refused(pattern: str) -> None:
         r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
         r"layers\.[]0-9[]+\.x",
         "(self_attn.)?q_proj",
+        rf".*\.({'|'.join(map(str, range(30)))})\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj",
     ],
 )
 def test_patterns_that_people_use_are_accepted(pattern: str) -> None:
@@ -694,6 +699,37 @@ def test_slow_patterns_are_refused_by_the_clock(tmp_path: Path) -> None:
     )
 
     assert "too long" in error.message
+
+
+def test_the_clock_runs_for_modules_without_tensors_too(tmp_path: Path) -> None:
+    artifact = make_adapter(tmp_path / "a")
+
+    with pytest.raises(ArtifactError, match="too long"):
+        check_fits(artifact, TINY_SHAPE, limits=AdapterLimits(max_pattern_seconds=-1.0))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [".*.*.*.*.*.*[!]", "(.|.)" * 23 + "!", "(.|..|...)" * 14 + "!", "(.|.)(.|.).*.*.*.*.*[!]"],
+)
+def test_the_slowest_patterns_that_are_accepted_end_soon(pattern: str) -> None:
+    """Nothing can interrupt a match, so the clock alone would not do."""
+    raw = json.dumps(lora_config(target_modules=pattern)).encode()
+    config = parse_adapter_config(raw, limits=LIMITS)
+    started_s = time.thread_time()
+
+    assert not config.targets("model.layers.29.self_attn.q_proj")
+
+    assert time.thread_time() - started_s < 10.0
+
+
+def test_patterns_are_counted_together() -> None:
+    patterns = {f".*.*.*.*[{index}]": 3 for index in range(200)}
+
+    with pytest.raises(ArtifactError, match="with the others"):
+        parse_adapter_config(
+            json.dumps(lora_config(alpha_pattern=patterns)).encode(), limits=LIMITS
+        )
 
 
 # -------------------------------------------------------------------------------- fit to the base

@@ -21,7 +21,7 @@ import msgspec
 
 from loraplex_engine.artifact.errors import ArtifactError
 from loraplex_engine.artifact.limits import AdapterLimits
-from loraplex_engine.artifact.pattern import UnsafePatternError, check_pattern
+from loraplex_engine.artifact.pattern import MAX_WAYS, UnsafePatternError, check_pattern
 
 Number = TypeVar("Number", int, float)
 
@@ -345,6 +345,7 @@ class _Fields:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
+        self._num_ways = 0  # of all patterns together: each may be tried on each module
 
     def refuse(self, name: str, message: str, remedy: str) -> NoReturn:
         raise ArtifactError(f"{FIELD}.{name}", message, remedy)
@@ -421,7 +422,9 @@ class _Fields:
         if not pattern.isprintable():
             self.refuse(name, "a pattern has characters that cannot be printed.", "Mend it.")
         try:
-            check_pattern(pattern)
+            self._num_ways += check_pattern(pattern)
+            if self._num_ways > MAX_WAYS:
+                raise UnsafePatternError("with the others, it can match in too many ways")
         except UnsafePatternError as error:
             self.refuse(
                 name,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
+
+from loraplex_engine.artifact.errors import ArtifactError
 
 MIB = 1 << 20
 
@@ -24,3 +28,24 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_patterns: int = 4_096
     max_pattern_chars: int = 1_024
     max_pattern_seconds: float = 2.0  # of CPU, for all regular expressions of one adapter together
+
+
+class PatternClock:
+    """Counts the CPU time of this thread from its making on.
+
+    A pattern with heavy backtracking would otherwise hold up everyone who loads its adapter.
+    """
+
+    def __init__(self, limits: AdapterLimits) -> None:
+        self._until_s = time.thread_time() + limits.max_pattern_seconds
+
+    def check(self) -> None:
+        """Call after each module.
+
+        Raises:
+            ArtifactError: `max_pattern_seconds` are over.
+        """
+        if time.thread_time() > self._until_s:
+            raise ArtifactError(
+                "adapter_config", "matching its patterns takes too long.", "Use simpler patterns."
+            )

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex_engine.artifact.errors import ArtifactError
+from loraplex_engine.artifact.limits import AdapterLimits, PatternClock
 from loraplex_engine.artifact.reader import AdapterArtifact
 from loraplex_engine.errors import ModelError
 
@@ -70,12 +71,16 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     total_modules: int
 
 
-def check_fits(artifact: AdapterArtifact, shape: ModelShape) -> Fit:
+def check_fits(
+    artifact: AdapterArtifact, shape: ModelShape, *, limits: AdapterLimits | None = None
+) -> Fit:
     """Check every pair against the base's layers, and that no targeted module lacks its pair.
 
     Raises:
-        ArtifactError: a layer the base does not have, a wrong shape, or a missing pair.
+        ArtifactError: a layer the base does not have, a wrong shape, a missing pair, or patterns that
+            take longer than the limits (None: the defaults) allow.
     """
+    clock = PatternClock(limits or AdapterLimits())
     linears = shape.linear_shapes()
     for module, pair in artifact.pairs.items():
         if module.layer >= shape.num_layers:
@@ -107,4 +112,5 @@ def check_fits(artifact: AdapterArtifact, shape: ModelShape) -> Fit:
                     f"the config targets {name}, but the file has no tensors for it.",
                     "Save the adapter again; a part of it is missing.",
                 )
+            clock.check()
     return Fit(matched_modules=len(artifact.pairs), total_modules=shape.num_layers * len(linears))
