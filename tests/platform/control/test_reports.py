@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from loraplex_platform.ids import format_id, parse_id
 from loraplex_platform.metering import routes as metering_routes
 from loraplex_platform.metering.csv_export import safe_cell, to_csv
 from loraplex_platform.metering.service import reserve, settle
-from loraplex_platform.metering.usage import report_usage
+from loraplex_platform.metering.usage import MAX_ROWS, UsagePage, UsageQuery, report_usage
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, announce, error_of
 from tests.support.metering import Customer, add_customer, reservation, settlement
@@ -81,10 +83,29 @@ async def test_usage_as_csv_is_whole_and_starts_no_formula(
     assert {row["completion_tokens"] for row in rows} == {"20"}
 
 
-def _limited(query: Any) -> Any:
-    from dataclasses import replace
-
+def _limited(query: UsageQuery) -> UsageQuery:
     return replace(query, limit=1)
+
+
+async def test_a_csv_has_no_end_but_the_reports_whatever_the_limit(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme = await add_customer(stand.db, "acme")
+    await served(stand, acme, model="a")
+    limits: list[int] = []
+
+    async def many_pages(session: AsyncSession, query: UsageQuery) -> UsagePage:
+        limits.append(query.limit)
+        page = await report_usage(session, replace(query, page=None))
+        return replace(page, next_page="more" if len(limits) < 250 else None)
+
+    monkeypatch.setattr(metering_routes, "report_usage", many_pages)
+    params: dict[str, Any] = {"start_time": 0, "format": "csv", "limit": 1}
+
+    answer = await stand.admin.get("/admin/v1/usage", params=params)
+
+    assert len(list(csv.DictReader(io.StringIO(answer.text)))) == 250
+    assert set(limits) == {MAX_ROWS}
 
 
 def test_csv_cells_are_data() -> None:
