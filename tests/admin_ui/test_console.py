@@ -16,13 +16,15 @@ SCRIPT = Path(loraplex_admin.__file__).with_name("console.py")
 
 
 @pytest.fixture
-def closed_connections() -> Iterator[None]:
+def visitor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A browser without cookies (AppTest has none to set)."""
+    monkeypatch.setattr("streamlit.runtime.context.ContextProxy.cookies", {})
     yield
     connections.shared().close()
     connections.shared.clear()
 
 
-@pytest.mark.usefixtures("closed_connections")
+@pytest.mark.usefixtures("visitor")
 def test_without_a_session_there_is_only_the_way_to_log_in(
     platform: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +37,7 @@ def test_without_a_session_there_is_only_the_way_to_log_in(
     assert not test.metric
 
 
-@pytest.mark.usefixtures("closed_connections")
+@pytest.mark.usefixtures("visitor")
 def test_a_control_api_that_is_down_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_CONTROL_URL", "http://127.0.0.1:9")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from loraplex_admin.api import Api, User
+from loraplex_admin.api import Api
 from streamlit.testing.v1 import AppTest
 
 from tests.admin_ui.corpus import CORPUS
@@ -19,7 +19,7 @@ from tests.support.processes import wait_until
 PAGES = ("overview", "invariants", "tenants", "adapters", "playground", "usage", "request_log")
 
 
-def _script(page: str, api: Api, user: User) -> None:
+def _script(page, api, user):  # AppTest runs its text alone, where no name of this module exists
     import importlib
 
     importlib.import_module(f"loraplex_admin.pages.{page}").render(api, user)
