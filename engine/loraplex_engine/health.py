@@ -67,7 +67,7 @@ class HealthServer:
         live_problem, ready_problem: None when fine, else what is wrong, in a few words.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or it or the host is none.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HealthServer:
 
         try:
             self._server = _Server((host, port), Handler)
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"--metrics-port {port}: cannot listen on {host} ({error})"
             ) from error

@@ -72,17 +72,21 @@ class Journal:
         max_segments: how many are kept, the open one included.
 
     Raises:
-        ConfigError: another process has this journal open, or another version wrote it.
+        ConfigError: the folder cannot be used, another process has this journal open, or another
+            version wrote it.
     """
 
     def __init__(
         self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, max_segments: int = MAX_SEGMENTS
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._max_segments = max(1, max_segments)
-        self._lock_fd = _lock(folder / "lock")
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = _lock(folder / "lock")
+        except OSError as error:
+            raise ConfigError(f"--journal-dir {folder}: cannot be written ({error})") from error
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(JournalEntry)
         self._seqs: dict[bytes, int] = {}  # (request_id, attempt) -> seq of its entry
@@ -90,6 +94,9 @@ class Journal:
             self.journal_id = _read_or_make_id(folder)
             self._segments = self._recover()
             self._fd = os.open(self._segments[-1].path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise ConfigError(f"--journal-dir {folder}: cannot be used ({error})") from error
         except BaseException:
             os.close(self._lock_fd)
             raise

@@ -14,6 +14,7 @@ import msgspec
 import redis
 import structlog
 
+from loraplex_engine.errors import ConfigError
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, REPLICA_TTL_S, ReplicaRecord
 
 log = structlog.get_logger(__name__)
@@ -30,6 +31,9 @@ class ReplicaRegistry:
     Args:
         url: `redis://...` or `unix:///path`.
         describe: the record as of now; None: nothing to publish yet.
+
+    Raises:
+        ConfigError: `url` is none of Redis.
     """
 
     def __init__(
@@ -40,9 +44,14 @@ class ReplicaRegistry:
         refresh_s: float = REFRESH_S,
         ttl_s: int = REPLICA_TTL_S,
     ) -> None:
-        self._redis = redis.Redis.from_url(
-            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-        )
+        try:
+            self._redis = redis.Redis.from_url(
+                url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+            )
+        except ValueError as error:  # its text does not repeat the URL, which may hold a password
+            raise ConfigError(
+                f"--redis-url: {error}; use redis://host:port/0 or unix:///path"
+            ) from error
         self._describe = describe
         self._refresh_s = refresh_s
         self._ttl_s = ttl_s

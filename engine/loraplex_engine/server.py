@@ -34,6 +34,7 @@ import structlog
 
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.gateway_port import GatewayPort
 from loraplex_engine.health import STALL_LIMIT_S, HealthServer, Watchdog
 from loraplex_engine.journal import Journal
@@ -45,7 +46,7 @@ from loraplex_engine.step_loop import Engine, Output, ReplicaFacts, Started, Ste
 
 log = structlog.get_logger(__name__)
 
-EXIT_OK, EXIT_FAILED = 0, 70
+EXIT_OK, EXIT_USAGE, EXIT_FAILED = 0, 2, 70
 _TURN_S = 0.1  # how soon a signal is acted upon
 _FLUSH_S = 10.0  # after the grace: for aborts to be stepped, journaled and sent
 
@@ -87,7 +88,7 @@ class EngineServer:
         build: makes the engine, on the step loop's thread.
 
     Raises:
-        ConfigError: an address, a key, a port or the journal cannot be had.
+        ConfigError: an address, a key, a port, a URL or the journal cannot be had.
     """
 
     def __init__(
@@ -103,6 +104,9 @@ class EngineServer:
         self._metrics = EngineMetrics(config.base_model)
         self._loop = StepLoop(build, self._publish, observe_step=self._metrics.observe_step)
         self._watchdog = Watchdog(self._loop.stalled_s, limit_s=options.stall_limit_s)
+        self._registry = (
+            ReplicaRegistry(options.redis_url, self._describe) if options.redis_url else None
+        )
         with contextlib.ExitStack() as undo:
             self._health = HealthServer(
                 options.metrics_host,
@@ -131,9 +135,6 @@ class EngineServer:
             max_live=config.max_num_seqs + config.max_waiting,
             gateway_timeout_s=options.gateway_timeout_s,
         )
-        self._registry = (
-            ReplicaRegistry(options.redis_url, self._describe) if options.redis_url else None
-        )
         self._metrics.watch(
             self.stats, lambda: self._loop.last_step_unix_s, lambda: self._port.num_gateways
         )
@@ -157,10 +158,20 @@ class EngineServer:
         return self.finish()
 
     def start(self) -> None:
-        """Begin to load the model and to answer; does not wait."""
-        self._health.start()
+        """Begin to load the model and to answer; does not wait.
+
+        Raises:
+            ConfigError: the port file cannot be written; everything is closed again.
+        """
         if self._options.metrics_port_file is not None:
-            _write_port(self._options.metrics_port_file, self._health.port)
+            try:
+                _write_port(self._options.metrics_port_file, self._health.port)
+            except ConfigError:
+                self._health.close()
+                self._journal.close()
+                self._endpoint.close()
+                raise
+        self._health.start()
         log.info(
             "engine_starting",
             address=self._endpoint.address,
@@ -234,7 +245,8 @@ class EngineServer:
         self._journal.close()
         if failure is not None:
             log.critical("engine_failed", reason=failure)
-            return EXIT_FAILED
+            is_setting = is_loading and isinstance(self._loop.error, ConfigError | ModelError)
+            return EXIT_USAGE if is_setting else EXIT_FAILED  # a restart does not mend a setting
         log.info("engine_stopped")
         return EXIT_OK
 
@@ -298,8 +310,11 @@ class EngineServer:
 
 def _write_port(path: Path, port: int) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(f"{port}\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port-file {path}: cannot be written ({error})") from error
 
 
 if __name__ == "__main__":

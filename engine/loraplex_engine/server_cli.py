@@ -16,14 +16,13 @@ from typing import Any
 import structlog
 
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.errors import ConfigError, EngineError
-from loraplex_engine.server import EngineServer, ServerOptions
+from loraplex_engine.errors import EngineError
+from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
 from loraplex_engine.step_loop import Engine
 
 log = structlog.get_logger(__name__)
 
 ENV_PREFIX = "LORAPLEX_ENGINE_"
-EXIT_USAGE = 2
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -253,10 +252,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return assemble_engine(config, image=values.image)
 
         server = EngineServer(config, options, build)
-    except (ConfigError, EngineError) as error:
+        code = server.run()
+    except EngineError as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_USAGE
-    code = server.run()
     if server.is_step_thread_alive:
         # Unwinding the interpreter under a thread that computes can crash, which would hide `code`.
         sys.stdout.flush()

@@ -138,6 +138,7 @@ class StepLoop:
         observe_step: Callable[[float, int], None] = lambda seconds, num_tokens: None,
     ) -> None:
         self.stats: EngineStats | None = None  # as of the last step; replaced whole
+        self.error: Exception | None = None  # what ended the loop
         self.last_step_unix_s = 0.0
         self._build = build
         self._publish = publish
@@ -184,6 +185,7 @@ class StepLoop:
             self._loop(engine)
         except Exception as error:
             log.exception("step_loop_failed")
+            self.error = error
             self._publish(Failed(f"{type(error).__name__}: {error}"))
         finally:
             if engine is not None:

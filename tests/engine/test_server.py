@@ -25,7 +25,7 @@ import zmq.asyncio
 from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
-from loraplex_engine.errors import ConfigError
+from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     PROTOCOL_VERSION,
@@ -644,21 +644,26 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_the_process(
     journal.close()
 
 
-async def test_a_model_that_does_not_load_ends_the_process(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(ModelError("no such model"), 2), (RuntimeError("no memory"), 70)]
+)
+async def test_a_model_that_does_not_load_ends_the_process(
+    folder: Path, error: Exception, code: int
+) -> None:
     config = EngineConfig(model_dir=folder, base_model="fake")
     options = ServerOptions(
         address=f"ipc://{folder}/e.sock", replica_id="e0", journal_dir=folder / "j"
     )
 
     def build() -> FakeReplicaEngine:
-        raise ConfigError("no such model")
+        raise error
 
     server = EngineServer(config, options, build)
     server.start()
 
     await eventually(lambda: server._port.failure is not None)
 
-    assert await asyncio.to_thread(server.finish) == 70
+    assert await asyncio.to_thread(server.finish) == code
 
 
 async def test_a_journal_that_cannot_be_written_acknowledges_nothing(
@@ -925,21 +930,47 @@ def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def logging_restored() -> Iterator[None]:
+def process_restored() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     structlog.reset_defaults()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("logging_restored")
+@pytest.mark.usefixtures("process_restored")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--address", "tcp://127.0.0.1:0"], "--curve-secret-key-file"),
+        (["--metrics-port", "70000"], "--metrics-port 70000"),
+        (["--metrics-host", "no host"], "--metrics-port 0: cannot listen on no host"),
+        (["--metrics-port-file", "/dev/null/port"], "--metrics-port-file /dev/null/port"),
+        (["--redis-url", "nonsense"], "--redis-url"),
+        (["--redis-url", "redis://host:port"], "--redis-url"),
+        (["--journal-dir", "/dev/null"], "--journal-dir /dev/null"),
+        (["--journal-dir", "/dev/null/x"], "--journal-dir /dev/null/x"),
+    ],
+)
 def test_wrong_settings_exit_2_and_say_what(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
-    code = main(
-        ["--model-dir", "/m", "--journal-dir", f"{folder}/j", "--address", "tcp://127.0.0.1:0"]
-    )
+    usual = ["--model-dir", "/m", "--journal-dir", f"{folder}/j", "--address", f"ipc://{folder}/e"]
+
+    code = main([*usual, *flags])
 
     assert code == 2
-    assert "--curve-secret-key-file" in capsys.readouterr().err
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("process_restored")
+def test_a_folder_without_a_model_exits_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-dir", f"{folder}/none", "--journal-dir", f"{folder}/j"]
+
+    code = main([*flags, "--address", f"ipc://{folder}/e"])
+
+    assert code == 2
+    assert f"{folder}/none" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- processes
