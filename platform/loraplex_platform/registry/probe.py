@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -41,8 +42,10 @@ PROMPTS: Final = (
 MAX_TOKENS = 24
 TIMEOUT_S = 90.0
 _ABORT_GRACE_S = 5.0
-_LEASE_S = TIMEOUT_S + 30.0
+_LEASE_S = TIMEOUT_S + 30.0  # never renewed: longer than all of it can take
 _RETRY_AFTER_S = 5.0
+# What an engine ends a request with because of the adapter; all else is no verdict on it.
+_ADAPTERS_FAULTS: Final = ("non_finite_logits", "adapter_invalid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +159,11 @@ class Prober:
                 logprobs=0,
             ),
             adapter_digest=digest,
+            deadline_unix_s=time.time() + TIMEOUT_S,
         )
+        answer = _Answer()
         try:
-            stream = await via.engine.generate(generate)
+            terminal = await _run(via.engine, generate, answer)
         except EngineRejectedError as error:
             await metering.void(
                 self._sessions,
@@ -168,12 +173,6 @@ class Prober:
                 error_code=error.code,
             )
             raise _refusal(error) from None
-        except EngineLostError as error:
-            await self._settle_lost(request_id, reserved.lease_token, len(prompt_ids), 0)
-            raise _busy() from error
-        answer = _Answer()
-        try:
-            terminal = await _read(stream, answer)
         except EngineLostError as error:
             generated = len(answer.token_ids)
             await self._settle_lost(request_id, reserved.lease_token, len(prompt_ids), generated)
@@ -185,10 +184,10 @@ class Prober:
             finish_reason=terminal.finish_reason,
             error_code=terminal.error_code,
         )
-        if terminal.finish_reason == "abort":
-            raise _busy()
-        if terminal.finish_reason == "error":
-            answer.error_code = terminal.error_code or "internal_error"
+        if terminal.finish_reason not in ("stop", "length"):
+            if terminal.error_code not in _ADAPTERS_FAULTS:
+                raise _busy()
+            answer.error_code = terminal.error_code
         return answer
 
     async def _settle_lost(
@@ -264,16 +263,21 @@ class Prober:
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
-async def _read(stream: EngineStream, answer: _Answer) -> TokenEvent:
-    """Collect to the terminal event; past `TIMEOUT_S` abort, and still wait for its usage.
+async def _run(engine: EngineClient, generate: Generate, answer: _Answer) -> TokenEvent:
+    """Queue it and collect to the terminal event; past `TIMEOUT_S` abort, and still wait for its usage.
 
     Raises:
-        EngineLostError: the replica is gone, or does not even answer the abort.
+        EngineRejectedError: refused at admission.
+        EngineLostError: the replica is gone, or does not even answer.
     """
+    stream = None
     try:
         async with asyncio.timeout(TIMEOUT_S):
+            stream = await engine.generate(generate)
             return await _read_on(stream, answer)
     except TimeoutError:
+        if stream is None:  # the cancelled wait has aborted it
+            raise EngineLostError("no answer to a request") from None
         stream.abort(is_platform_fault=True)
     try:
         async with asyncio.timeout(_ABORT_GRACE_S):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,10 @@ import httpx
 import numpy as np
 import pytest
 from loraplex_engine.artifact import ModelShape
-from loraplex_engine.protocol import Generate
+from loraplex_engine.protocol import Abort, Generate
 from loraplex_platform.db import AdapterVersion, AuditLog, Request
 from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.registry import probe
 from sqlalchemy import select
 
 from tests.platform.control.stand import ADMIN_KEY, AdapterFiles, Stand, adapter, error_of
@@ -322,6 +324,7 @@ async def test_without_a_ready_engine_nothing_is_stored(stand: Stand) -> None:
         Script(crash_after=3),
         Script(reject="queue_full"),
         Script(reject="adapter_unavailable"),
+        Script(error_after=1, error_code="draining"),  # says nothing about the adapter
     ],
 )
 async def test_an_engine_that_fails_during_the_probe_is_a_503_and_the_books_hold(
@@ -337,6 +340,29 @@ async def test_an_engine_that_fails_during_the_probe_is_a_503_and_the_books_hold
     assert await num_stored(stand) == 0
     books = await check_invariants(stand.db.sessions)
     assert books.identity.difference == books.identity.pending_requests == 0
+
+
+@pytest.mark.parametrize("script", [Script(never_accepts=True), Script(never_answers=True)])
+async def test_an_engine_that_never_gets_to_the_probe_is_given_up_and_absorbed(
+    stand: Stand, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.5)
+    tenant_id = (await stand.tenant("acme"))["id"]
+    stand.engine.script_for = lambda g: script if g.adapter_digest else Script()
+
+    answer = await stand.upload(tenant_id, "a", adapter())
+
+    error_of(answer, 503, "engine_unavailable")
+    for message in stand.engine.received_of(Generate):
+        assert isinstance(message, Generate)
+        assert message.deadline_unix_s is not None
+        assert message.deadline_unix_s < time.time() + 5
+    aborts = stand.engine.received_of(Abort)
+    assert len(aborts) >= len(probe.PROMPTS)
+    assert all(isinstance(abort, Abort) and abort.is_platform_fault for abort in aborts)
+    books = await check_invariants(stand.db.sessions)
+    assert books.identity.difference == books.identity.pending_requests == 0
+    assert books.identity.billed == 0
 
 
 async def test_the_engines_own_refusal_is_the_adapters_fault(stand: Stand) -> None:
