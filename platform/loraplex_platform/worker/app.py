@@ -89,6 +89,11 @@ def _loops(
     landed = Counter(
         "loraplex:worker_journal_entries", "Journal entries landed.", registry=registry
     )
+    skipped = Counter(
+        "loraplex:worker_journal_entries_skipped",
+        "Journal entries that could not land, for what is in them.",
+        registry=registry,
+    )
     holds = Gauge(
         "loraplex:invariant_holds", "1 if the invariant holds.", ["name"], registry=registry
     )
@@ -98,7 +103,7 @@ def _loops(
         grace_s=settings.lease_grace_s,
         replica_lost_after_s=settings.replica_lost_after_s,
     )
-    puller = JournalPuller(sessions, engines)
+    puller = JournalPuller(sessions, engines, on_skipped=skipped.inc)
 
     async def sweep() -> None:
         for verdict in await sweeper.sweep_once():

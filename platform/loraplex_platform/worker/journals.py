@@ -1,18 +1,20 @@
 """Bring the engines' journals to Postgres: the other side of the identity.
 
 Entries and cursor land in one transaction, so that a crash anywhere repeats entries, which changes
-nothing, and never skips one. A journal has one writer, so reading it by "greater than the last
+nothing, and never skips one that can land: what Postgres refuses for its content is logged, counted
+and left behind, so that it stops nothing but itself. A journal has one writer, so reading it by "greater than the last
 sequence number" is safe, unlike doing so with a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from uuid import UUID
 
 import structlog
 from loraplex_engine.client import EngineLostError
 from loraplex_engine.protocol import JournalEntry
+from sqlalchemy import exc
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.billing.prices import prices_of, target_of
@@ -27,14 +29,22 @@ from loraplex_platform.worker.engines import ConnectedEngines, ConnectedReplica
 log = structlog.get_logger(__name__)
 
 PAGE = 1000
+_REFUSALS = (exc.DBAPIError, ValueError, OverflowError)
 
 
 class JournalPuller:
-    """See the module's header."""
+    """See the module's header. `on_skipped` is called for every entry that cannot land."""
 
-    def __init__(self, sessions: SessionFactory, engines: ConnectedEngines) -> None:
+    def __init__(
+        self,
+        sessions: SessionFactory,
+        engines: ConnectedEngines,
+        *,
+        on_skipped: Callable[[], object] = lambda: None,
+    ) -> None:
         self._sessions = sessions
         self._engines = engines
+        self._on_skipped = on_skipped
         self._journal_ids: dict[str, str] = {}  # replica id -> the journal it had last
 
     async def pull_once(self) -> int:
@@ -66,15 +76,59 @@ class JournalPuller:
                     after_seq=last_seq,
                     found_seq=reply.entries[0].seq,
                 )
-            await land(self._sessions, replica.replica_id, journal_id, reply.entries)
+            num_skipped = await land(self._sessions, replica.replica_id, journal_id, reply.entries)
+            for _ in range(num_skipped):
+                self._on_skipped()
             last_seq = reply.entries[-1].seq
             landed += len(reply.entries)
 
 
 async def land(
     sessions: SessionFactory, replica_id: str, journal_id: str, entries: Sequence[JournalEntry]
-) -> None:
-    """Entries and cursor, in one transaction; repeating it changes nothing."""
+) -> int:
+    """Entries and cursor; repeating it changes nothing.
+
+    Returns:
+        How many entries cannot land, ever, and were passed over.
+    """
+    try:
+        return await _land_together(sessions, replica_id, journal_id, entries)
+    except _REFUSALS as error:
+        _raise_unless_bad_data(error)
+    num_skipped = 0
+    for entry in entries:
+        try:
+            num_skipped += await _land_together(sessions, replica_id, journal_id, [entry])
+        except _REFUSALS as error:
+            _raise_unless_bad_data(error)
+            # Its attempt stays unconfirmed or its request reserved, which the invariants show.
+            reason = type(getattr(error, "orig", None) or error).__name__
+            log.error("journal_entry_skipped", replica_id=replica_id, seq=entry.seq, reason=reason)
+            await _land_together(sessions, replica_id, journal_id, [], entry.seq)
+            num_skipped += 1
+    return num_skipped
+
+
+def _raise_unless_bad_data(error: Exception) -> None:
+    """Let everything pass that another try, or another day, may mend."""
+    if not isinstance(error, exc.DBAPIError):
+        return
+    # https://www.postgresql.org/docs/current/errcodes-appendix.html: 22 data exception, 23 integrity
+    # constraint violation. A unique violation is another puller's success: the next round sees it.
+    state = getattr(error.orig, "sqlstate", None) or ""
+    if isinstance(error, exc.DataError) or (state.startswith(("22", "23")) and state != "23505"):
+        return
+    raise error
+
+
+async def _land_together(
+    sessions: SessionFactory,
+    replica_id: str,
+    journal_id: str,
+    entries: Sequence[JournalEntry],
+    last_seq: int | None = None,
+) -> int:
+    """All in one transaction, and the cursor to the last of them; how many were malformed."""
     known = [parsed for entry in entries if (parsed := _parse(replica_id, entry)) is not None]
     # All rows in one order, here and in renewals, so that batches never wait for each other.
     known.sort(key=lambda item: (item[0], item[2].attempt))
@@ -84,9 +138,11 @@ async def land(
         ids = [request_id for request_id, _, _ in known]
         for request, usage in await queries.closed_without_attempt(session, ids):
             await _absorb_late(session, request, usage)
-        await queries.move_cursor(session, replica_id, journal_id, entries[-1].seq)
+        end = entries[-1].seq if last_seq is None else last_seq
+        await queries.move_cursor(session, replica_id, journal_id, end)
 
     await run_transaction(sessions, work, is_idempotent=True)
+    return len(entries) - len(known)
 
 
 async def _absorb_late(session: AsyncSession, request: Request, landed: EngineUsage) -> None:

@@ -9,9 +9,9 @@ import pytest
 from loraplex_engine.protocol import JournalEntry, Usage
 from loraplex_platform.db import EngineUsage, JournalCursor
 from loraplex_platform.ids import uuid7
-from loraplex_platform.worker import journals
+from loraplex_platform.worker import journals, queries
 from loraplex_platform.worker.journals import JournalPuller
-from sqlalchemy import select
+from sqlalchemy import exc, select
 
 from tests.support.engines import connected
 from tests.support.fake_engine import FakeEngine
@@ -97,6 +97,53 @@ async def test_a_malformed_entry_does_not_stop_those_behind_it(
         assert await JournalPuller(db.sessions, engines).pull_once() == 4
 
     assert len(await landed(db)) == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"usage": Usage(prompt_tokens=3, completion_tokens=2**63)},
+        {"ended_at_unix_s": 1e20},
+        {"adapter_digest": "x" * 100},
+        {"adapter_digest": "x\0"},
+        {"attempt": 2**40},
+    ],
+)
+async def test_an_entry_that_postgres_refuses_stops_nothing_but_itself(
+    db: Database, engine: FakeEngine, bad: dict[str, object]
+) -> None:
+    write(engine, 2)
+    write(engine, 1, **bad)
+    write(engine, 2)
+    write(engine, 1, **bad)
+    skipped: list[int] = []
+
+    async with connected(engine) as engines:
+        puller = JournalPuller(db.sessions, engines, on_skipped=lambda: skipped.append(1))
+        await puller.pull_once()
+        write(engine, 1)
+        assert await puller.pull_once() == 1
+
+    assert (len(await landed(db)), len(skipped)) == (5, 2)
+
+
+async def test_a_failure_that_may_pass_skips_nothing(
+    db: Database, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(engine, 3)
+
+    async def fail(*_: object) -> None:
+        raise exc.OperationalError("insert", {}, Exception("out of memory"))
+
+    async with connected(engine) as engines:
+        puller = JournalPuller(db.sessions, engines)
+        with monkeypatch.context() as patch:
+            patch.setattr(queries, "land_entries", fail)
+            with pytest.raises(exc.OperationalError):
+                await puller.pull_once()
+        assert await puller.pull_once() == 3
+
+    assert len(await landed(db)) == 3
 
 
 async def test_two_pullers_at_once_land_everything_once(db: Database, engine: FakeEngine) -> None:
