@@ -49,6 +49,11 @@ def uuid7_floor(unix_ms: int) -> UUID:
     return UUID(int=(unix_ms & ((1 << 48) - 1)) << 80)
 
 
+def unix_s_of(value: UUID) -> float:
+    """When a UUIDv7 was made, by its maker's clock."""
+    return (value.int >> 80) / 1000
+
+
 def format_id(kind: str, value: UUID) -> str:
     """`format_id("tenant", u)` -> `ten_<32 hex>`."""
     return f"{PREFIXES[kind]}_{value.hex}"

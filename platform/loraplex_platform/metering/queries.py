@@ -13,8 +13,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.billing.prices import target_of
 from loraplex_platform.db import ApiKey, Attempt, LedgerEntry, Request, Tenant
+from loraplex_platform.ids import unix_s_of
 from loraplex_platform.metering.policy import AttemptUsage, Split
-from loraplex_platform.metering.records import Renewal, Reservation, Settlement
+from loraplex_platform.metering.records import (
+    MAX_CLOCK_SKEW_S,
+    Renewal,
+    Reservation,
+    Settlement,
+)
 
 # One statement: the price in force, the tenant and the key are looked at and the row is written at
 # the same instant, in one round trip. No row comes back when any of them does not allow it.
@@ -51,6 +57,8 @@ select :request_id, holder.tenant_id, holder.key_id, cast(:deployment_id as uuid
     cast(:est_prompt_tokens as numeric) * price.input
         + cast(:est_completion_tokens as numeric) * price.output
 from price, holder
+where abs(cast(:made_at_s as double precision) - extract(epoch from now()))
+    <= cast(:max_skew_s as double precision)
 on conflict (id) do nothing
 returning lease_token, lease_until, price_book_id
 """)
@@ -89,8 +97,12 @@ returning requests.id
 
 
 async def insert_request(session: AsyncSession, reservation: Reservation) -> Row[Any] | None:
-    """TX1. None: the key, the tenant or the price does not allow it, or the row exists."""
-    parameters = asdict(reservation) | {"target": target_of(reservation.adapter_version_id)}
+    """TX1. None: the key, the tenant, the price or a clock does not allow it, or the row exists."""
+    parameters = asdict(reservation) | {
+        "target": target_of(reservation.adapter_version_id),
+        "made_at_s": unix_s_of(reservation.request_id),
+        "max_skew_s": MAX_CLOCK_SKEW_S,
+    }
     return (await session.execute(_RESERVE, parameters)).first()
 
 

@@ -17,11 +17,18 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.billing.prices import NoPriceError, prices_of, target_of
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
-from loraplex_platform.errors import ConflictError, InvalidApiKeyError, PlatformError
+from loraplex_platform.errors import (
+    ConflictError,
+    InvalidApiKeyError,
+    PlatformError,
+    UnavailableError,
+)
+from loraplex_platform.ids import unix_s_of
 from loraplex_platform.metering import queries
 from loraplex_platform.metering.policy import RequestKind, split
 from loraplex_platform.metering.records import (
     LEASE_S,
+    MAX_CLOCK_SKEW_S,
     Renewal,
     Reservation,
     Reserved,
@@ -33,6 +40,12 @@ from loraplex_platform.tenancy.authentication import check_live, check_tenant
 log = structlog.get_logger(__name__)
 
 
+class ClockSkewError(UnavailableError):
+    """The gateway's clock is so far off that its requests would be in no report: nothing is run."""
+
+    code = "clock_skew"
+
+
 async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserved:
     """TX1. The key and the tenant are looked at again in the same statement that admits.
 
@@ -40,6 +53,7 @@ async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserve
         RevokedKeyError, ExpiredKeyError, InvalidApiKeyError: the key is no longer good.
         TenantSuspendedError: the tenant is not active.
         NoPriceError: there is no price for it.
+        ClockSkewError: the id's maker and the database disagree about the time.
         ConflictError: the id is taken by another request.
         DatabaseUnavailableError: nothing may be dispatched.
     """
@@ -72,6 +86,10 @@ async def _explain(session: AsyncSession, wanted: Reservation) -> Reserved | Pla
         check_tenant(tenant.status)
     except PlatformError as error:
         return error
+    skew_s = unix_s_of(wanted.request_id) - now.timestamp()
+    if abs(skew_s) > MAX_CLOCK_SKEW_S:
+        log.error("clock_skew", owner=wanted.owner, skew_s=round(skew_s))
+        return ClockSkewError("A server's clock is wrong; try again.", retry_after_s=1.0)
     return NoPriceError("No price book in force has a price for this model.")
 
 

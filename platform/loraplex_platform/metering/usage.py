@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import uuid7_floor
+from loraplex_platform.metering.records import MAX_CLOCK_SKEW_S
 
 BucketWidth = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant_id", "key_id", "model", "adapter_version_id"]
@@ -31,8 +32,8 @@ _WIDTHS: dict[BucketWidth, timedelta] = {
     "1h": timedelta(hours=1),
     "1d": timedelta(days=1),
 }
-# The id's time is the gateway's clock, admitted_at the database's: this far apart at most.
-_CLOCK_SLACK = timedelta(minutes=10)
+# The id's time is the gateway's clock, admitted_at the database's.
+_CLOCK_SLACK = timedelta(seconds=MAX_CLOCK_SKEW_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Renewal
+from loraplex_platform.metering.usage import UsageQuery, report_usage
 
 from tests.support.metering import add_customer, reservation, rows_of, run_sql, settlement
 
@@ -260,3 +262,22 @@ async def test_many_that_settle_at_once_write_one_row(db: Database) -> None:
         _, attempts, ledger = await rows_of(db, each.request_id)
         assert (len(attempts), len(ledger)) == (1, 1)
         assert attempts[0].generated == ledger[0].completion_tokens
+
+
+@pytest.mark.parametrize("skew_s", [-661, 661])
+async def test_an_id_that_no_report_would_find_is_not_admitted(db: Database, skew_s: int) -> None:
+    customer = await add_customer(db)
+    off = uuid7(int((time.time() + skew_s) * 1000))
+    slightly_off = uuid7(int((time.time() + skew_s * 0.8) * 1000))
+
+    with pytest.raises(service.ClockSkewError) as caught:
+        await service.reserve(db.sessions, reservation(customer, request_id=off))
+    await service.reserve(db.sessions, reservation(customer, request_id=slightly_off))
+
+    assert (caught.value.status, caught.value.error_code) == (503, "clock_skew")
+    now = datetime.now(UTC)
+    await service.settle(db.sessions, settlement(slightly_off))
+    query = UsageQuery(start=now - timedelta(minutes=1), end=now + timedelta(minutes=1))
+    async with db.sessions() as session:
+        page = await report_usage(session, query)
+    assert [row.requests for row in page.rows] == [1]

@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import uuid7
-from loraplex_platform.metering import service
+from loraplex_platform.metering import queries, service
 from loraplex_platform.metering.usage import UsageQuery, UsageRow, report_usage
 
 from tests.support.metering import Customer, add_customer, reservation, run_sql, settlement
@@ -28,7 +28,9 @@ async def settled_at(
 ) -> UUID:
     """A request admitted at `at`: its id says so too."""
     wanted = reservation(customer, request_id=uuid7(int(at.timestamp() * 1000)), **changes)
-    await service.reserve(db.sessions, wanted)
+    with pytest.MonkeyPatch.context() as patch:  # an old id is not admitted now
+        patch.setattr(queries, "MAX_CLOCK_SKEW_S", 1e10)
+        await service.reserve(db.sessions, wanted)
     await service.settle(db.sessions, settlement(wanted.request_id, **(usage or {})))
     await run_sql(
         db, "update requests set admitted_at = :at where id = :id", at=at, id=wanted.request_id
