@@ -1,8 +1,9 @@
 """Stream a chat through the gateway with a short-lived key of the tenant.
 
 The gateway meters and bills it like any request of that tenant, and the control API needs no way
-around authentication. The key lives in this process's memory and, as a MAC, in the database; the
-conversation is not kept or logged anywhere.
+around authentication. The key lives in this process's memory and, as a MAC, in the database: one per
+tenant, prolonged while it is used, revoked when this process stops. The conversation is not kept or
+logged anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any
@@ -22,10 +23,12 @@ import httpx
 import structlog
 from pydantic import SecretStr
 
-from loraplex_platform.audit.service import Actor
+from loraplex_platform.audit.service import SYSTEM, Actor
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.ids import format_id
 from loraplex_platform.playground.schemas import PlaygroundRequest
+from loraplex_platform.tenancy import queries
 from loraplex_platform.tenancy import service as tenancy
 
 log = structlog.get_logger(__name__)
@@ -55,6 +58,7 @@ class GatewayAnswerError(PlatformError):
 
 @dataclass(frozen=True, slots=True)
 class _HeldKey:
+    key_id: UUID
     secret: str = field(repr=False)
     expires_at: datetime
 
@@ -131,12 +135,31 @@ class Playground:
                 return held
             expires_at = now + KEY_LIFETIME
             async with self._sessions() as session:
+                if held is not None and await queries.prolong_key(
+                    session, tenant_id, held.key_id, expires_at
+                ):
+                    await session.commit()
+                    held = self._keys[tenant_id] = replace(held, expires_at=expires_at)
+                    return held
                 made = await tenancy.create_key(
                     session, actor, self._pepper, tenant_id, name=KEY_NAME, expires_at=expires_at
                 )
+                key_id = made.key.id
                 await session.commit()
-            held = self._keys[tenant_id] = _HeldKey(made.secret, expires_at)
+            held = self._keys[tenant_id] = _HeldKey(key_id, made.secret, expires_at)
             return held
+
+    async def close(self) -> None:
+        """Revoke the keys that are held; without a database they end by themselves within minutes."""
+        held, self._keys = self._keys, {}
+        try:
+            async with self._sessions.begin() as session:
+                for tenant_id, key in held.items():
+                    await tenancy.revoke_key(
+                        session, SYSTEM, tenant_id, format_id("api_key", key.key_id)
+                    )
+        except UnavailableError as error:
+            log.warning("playground_keys_not_revoked", count=len(held), reason=error.message)
 
 
 async def _relay(response: httpx.Response, stack: AsyncExitStack) -> AsyncIterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from uuid import UUID
 
 from sqlalchemy import Select, func, select, update
@@ -45,6 +46,24 @@ def keys_of(tenant_id: UUID) -> Select[ApiKey]:
 async def find_key(session: AsyncSession, tenant_id: UUID, key_id: UUID) -> ApiKey | None:
     """By id, only if the tenant owns it."""
     return await session.scalar(keys_of(tenant_id).where(ApiKey.id == key_id))
+
+
+async def prolong_key(
+    session: AsyncSession, tenant_id: UUID, key_id: UUID, expires_at: datetime
+) -> bool:
+    """Move a live key's end; False if it is over or revoked."""
+    statement = (
+        update(ApiKey)
+        .where(
+            ApiKey.tenant_id == tenant_id,
+            ApiKey.id == key_id,
+            ApiKey.status == "active",
+            ApiKey.expires_at > func.now(),
+        )
+        .values(expires_at=expires_at, version=ApiKey.version + 1)
+        .returning(ApiKey.id)
+    )
+    return (await session.execute(statement)).first() is not None
 
 
 async def revoke_key(session: AsyncSession, tenant_id: UUID, key_id: UUID) -> bool:

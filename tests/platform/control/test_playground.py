@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from loraplex_platform.errors import InvalidApiKeyError, RevokedKeyError
 from loraplex_platform.gateway.main import Server
+from loraplex_platform.playground import service
 from loraplex_platform.tenancy.authentication import authenticate
 
 from tests.platform.control.stand import ADMIN_KEY, Stand, error_of
@@ -137,6 +138,37 @@ async def test_a_revoked_or_expiring_key_is_replaced(setting: Setting) -> None:
     assert answer.status_code == 200
     assert len(set(setting.gateway.keys)) == 2
     assert len(setting.gateway.keys) == 3
+
+
+async def test_a_key_in_use_is_prolonged_not_joined_by_another(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, path = setting.stand.admin, setting.path.replace("playground", "keys")
+    await admin.post(setting.path, json=CHAT)
+    [before] = (await admin.get(path)).json()["data"]
+    # Every key is now so close to its end that no further conversation may start with it.
+    monkeypatch.setattr(service, "_KEY_MARGIN", service.KEY_LIFETIME)
+    await run_sql(
+        setting.stand.db, "update api_keys set expires_at = expires_at - interval '12 minutes'"
+    )
+
+    answer = await admin.post(setting.path, json=CHAT)
+
+    assert answer.status_code == 200
+    assert len(set(setting.gateway.keys)) == 1
+    [after] = (await admin.get(path)).json()["data"]
+    assert after["id"] == before["id"]
+    assert after["expires_at"] >= before["expires_at"]
+
+
+async def test_a_stop_revokes_the_keys(setting: Setting) -> None:
+    await setting.stand.admin.post(setting.path, json=CHAT)
+
+    await setting.stand.app.state.context.playground.close()
+
+    path = setting.path.replace("playground", "keys")
+    [key] = (await setting.stand.admin.get(path)).json()["data"]
+    assert key["status"] == "revoked"
 
 
 async def test_the_gateways_refusal_keeps_its_status_code_and_words(setting: Setting) -> None:
