@@ -81,15 +81,22 @@ class ControlSettings(DatabaseSettings, ModelSettings):
 
     redis_url: SecretStr | None = None
     key_pepper: Secret
-    salt_key: Secret
     session_key: Secret
     admin_key: SecretStr
+    # The first person who may log in: made at start, or brought in line if it differs.
+    admin_email: str | None = None
+    admin_password: SecretStr | None = None
     store_url: str
     control_host: str = "127.0.0.1"
     control_port: int = 8001
+    # Whose X-Forwarded-For names the visitor at login: comma-separated networks, the console's above
+    # all. Nobody's by default: whoever may send it may also evade the throttle.
+    control_trusted_proxies: str = ""
     gateway_url: str = "http://127.0.0.1:8000"
     console_url: str = "http://127.0.0.1:8501"
     session_hours: float = 12.0
+    # Where uploads lie until they are checked; beside the adapters if the store is a folder.
+    quarantine_dir: Path | None = None
     max_adapter_bytes: int = 512 * 1024 * 1024
     max_adapter_rank: int = 64
     validation_timeout_s: float = 60.0

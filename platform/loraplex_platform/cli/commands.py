@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from loraplex_platform.cli import adapter_commands, key_commands, process_commands
+from loraplex_platform.cli import (
+    adapter_commands,
+    key_commands,
+    process_commands,
+    tenant_commands,
+    user_commands,
+)
 from loraplex_platform.cli.errors import CommandGroup
 from loraplex_platform.cli.options import DataDirOption
 
@@ -24,6 +30,8 @@ models = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Base models."
 app.add_typer(models, name="models")
 app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
+app.add_typer(tenant_commands.app, name="tenants")
+app.add_typer(user_commands.app, name="users")
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"

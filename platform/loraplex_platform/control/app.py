@@ -29,6 +29,7 @@ from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderErr
 from loraplex_platform.metering.routes import router as metering_router
 from loraplex_platform.playground.routes import router as playground_router
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
 from loraplex_platform.registry.base_model import BaseModelError
 from loraplex_platform.registry.probe import Prober
@@ -39,6 +40,7 @@ from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy.routes import router as tenancy_router
 from loraplex_platform.users import routes as users
 from loraplex_platform.users.passwords import Passwords
+from loraplex_platform.users.visitor import parse_networks
 
 log = structlog.get_logger(__name__)
 
@@ -113,6 +115,10 @@ async def _open(
     sessions = (await stack.enter_async_context(open_database(settings))).sessions
     await stack.enter_async_context(housekeeping.running(sessions))
     base_model = await bootstrap.ensure_base_model(sessions, settings)
+    if settings.admin_email is not None and settings.admin_password is not None:
+        await bootstrap.ensure_admin_user(
+            sessions, passwords, settings.admin_email, settings.admin_password
+        )
     client_id = f"control-{secrets.token_hex(4)}"
     redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
     fleet = EngineFleet(
@@ -142,15 +148,26 @@ async def _open(
         AdapterStore(settings.store_url),
         Prober(sessions, fleet, tokenizer, owner=client_id),
     )
+    try:
+        root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
+        quarantine = stack.enter_context(quarantines.Quarantine.opened(root))
+    except OSError as error:
+        raise ValueError(
+            f"LORAPLEX_QUARANTINE_DIR: uploads cannot be kept there meanwhile ({error})"
+        ) from error
+    playground = Playground(sessions, client, settings.gateway_url, settings.key_pepper)
+    stack.push_async_callback(playground.close)
     return ControlContext(
         settings=settings,
         sessions=sessions,
         fleet=fleet,
         intake=intake,
-        playground=Playground(sessions, client, settings.gateway_url, settings.key_pepper),
+        quarantine=quarantine,
+        playground=playground,
         passwords=passwords,
         metrics=metrics,
         origins=frozenset({_origin(settings.console_url)}),
+        trusted_proxies=parse_networks(settings.control_trusted_proxies),
     )
 
 

@@ -94,6 +94,8 @@ async def ensure_admin_user(
             user.password_hash = password_hash
             user.platform_role = "admin"
             user.disabled_at = None
+            # Whoever knew the old password may be logged in with it.
+            await users.revoke_sessions_of(session, user.id)
         action = "user.create" if is_new else "user.reset"
         detail = {"email": new.email, "role": "admin"}
         record(session, SYSTEM, action, "user", format_id("user", user.id), detail=detail)

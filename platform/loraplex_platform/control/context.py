@@ -11,9 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.passwords import Passwords
+from loraplex_platform.users.visitor import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,12 @@ class ControlContext:
     sessions: async_sessionmaker[AsyncSession]
     fleet: EngineFleet
     intake: AdapterIntake
+    quarantine: Quarantine
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
+    trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
 
 
 def get_context(request: Request) -> ControlContext:

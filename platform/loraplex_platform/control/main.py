@@ -14,12 +14,14 @@ from pathlib import Path
 
 import structlog
 import uvicorn
+from pydantic import ValidationError
 
 from loraplex_platform.control.app import create_app
 from loraplex_platform.db.migrate import SchemaMismatchError, refuse_other_schema
 from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy import keys
+from loraplex_platform.users.schemas import NewUser
 
 log = structlog.get_logger(__name__)
 
@@ -105,6 +107,26 @@ def _check(settings: ControlSettings) -> None:
         ) from None
     if kind != "ak":
         raise ControlStartError("LORAPLEX_ADMIN_KEY: this is a tenant's key; it must be lpx_ak_...")
+    _check_admin_user(settings)
+
+
+def _check_admin_user(settings: ControlSettings) -> None:
+    email, password = settings.admin_email, settings.admin_password
+    if email is None and password is None:
+        return
+    if email is None or password is None:
+        raise ControlStartError(
+            "LORAPLEX_ADMIN_EMAIL and LORAPLEX_ADMIN_PASSWORD: set both or neither."
+        )
+    try:
+        NewUser(email=email, password=password.get_secret_value(), role="admin")
+    except ValidationError as error:
+        # Not the error itself: it quotes what was given.
+        faults = "; ".join(
+            f"LORAPLEX_ADMIN_{str(fault['loc'][0]).upper()}: {fault['msg']}"
+            for fault in error.errors(include_input=False)
+        )
+        raise ControlStartError(faults) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -104,7 +104,7 @@ async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Conte
         await tenancy.get_tenant(session, tenant_id)
     try:
         async with upload.receive(
-            request, max_model_bytes=context.settings.max_adapter_bytes
+            request, context.quarantine, max_model_bytes=context.settings.max_adapter_bytes
         ) as received:
             response = await _store(request, context, tenant_id, received)
     except PlatformError as error:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from loraplex_platform.errors import BodyTooLargeError, InvalidRequestError
 from loraplex_platform.registry.errors import AdapterRejectedError
+from loraplex_platform.registry.quarantine import Quarantine
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 MAX_CONFIG_BYTES = 1 << 20
@@ -170,28 +169,30 @@ class _Receiver:
 
 
 @asynccontextmanager
-async def receive(request: Request, *, max_model_bytes: int) -> AsyncIterator[Upload]:
+async def receive(
+    request: Request, quarantine: Quarantine, *, max_model_bytes: int
+) -> AsyncIterator[Upload]:
     """The upload in a folder of its own, which is gone when the block ends.
 
     Raises:
         InvalidRequestError: not the parts we know; AdapterRejectedError: a foreign file name.
         BodyTooLargeError: a part is over its cap.
+        UnavailableError: too many uploads at once.
     """
     boundary = _boundary_of(request)
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="loraplex-quarantine-"))
-    receiver = _Receiver(boundary, folder, max_model_bytes)
-    try:
-        pending = bytearray()
-        async for chunk in request.stream():
-            pending += chunk
-            if len(pending) >= _WRITE_BYTES:
-                await _write(receiver, bytes(pending))
-                pending.clear()
-        await _write(receiver, bytes(pending))
-        yield _check(receiver, folder)
-    finally:
-        receiver.close()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    async with quarantine.folder() as folder:
+        receiver = _Receiver(boundary, folder, max_model_bytes)
+        try:
+            pending = bytearray()
+            async for chunk in request.stream():
+                pending += chunk
+                if len(pending) >= _WRITE_BYTES:
+                    await _write(receiver, bytes(pending))
+                    pending.clear()
+            await _write(receiver, bytes(pending))
+            yield _check(receiver, folder)
+        finally:
+            receiver.close()
 
 
 async def _write(receiver: _Receiver, data: bytes) -> None:

@@ -74,6 +74,15 @@ async def revoke_session(session: AsyncSession, session_id: UUID) -> None:
     )
 
 
+async def revoke_sessions_of(session: AsyncSession, user_id: UUID) -> None:
+    """End every login of a user."""
+    await session.execute(
+        update(Session)
+        .where(Session.user_id == user_id, Session.revoked_at.is_(None))
+        .values(revoked_at=func.now())
+    )
+
+
 async def count_attempt(
     session: AsyncSession, subject: str, window: timedelta
 ) -> tuple[int, datetime]:

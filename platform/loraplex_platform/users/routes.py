@@ -20,6 +20,7 @@ from loraplex_platform.users.schemas import (
     UserResource,
     show_user,
 )
+from loraplex_platform.users.visitor import visitor_address
 
 router = admin_router("/users", "Users")
 sessions_router = admin_router("/sessions", "Sessions")
@@ -54,7 +55,7 @@ async def create_session(
 ) -> SessionResource:
     """Log in. The reply sets the HttpOnly cookie `loraplex_session`.
 
-    Failed logins are throttled per e-mail and per address.
+    Failed logins are throttled per address, and tighter per e-mail from one address.
     """
     check_origin(request, context)
     new = await attempt_login(request, context, body.email, body.password)
@@ -93,7 +94,11 @@ async def attempt_login(
             context.settings,
             email=email,
             password=password,
-            address=request.client.host if request.client else "unix",
+            address=visitor_address(
+                request.client.host if request.client else "unix",
+                request.headers.getlist("x-forwarded-for"),
+                context.trusted_proxies,
+            ),
             request_id=request.state.request_id,
         )
     except PlatformError as error:

@@ -29,6 +29,8 @@ COMMANDS = (
     ("keys", "create"),
     ("keys", "revoke"),
     ("keys", "mint-admin"),
+    ("tenants", "create"),
+    ("users", "create"),
 )
 WITH_EXAMPLES = {
     ("up",),
@@ -41,6 +43,8 @@ WITH_EXAMPLES = {
     ("keys", "create"),
     ("keys", "revoke"),
     ("keys", "mint-admin"),
+    ("tenants", "create"),
+    ("users", "create"),
 }
 
 

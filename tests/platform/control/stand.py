@@ -71,7 +71,6 @@ def settings_for(db_url: str, redis_url: str, folder: Path, **overrides: Any) ->
         "model_dir": folder / "model",
         "base_model": BASE,
         "key_pepper": PEPPER,
-        "salt_key": "salt-for-tests-0123456789abcdefghij",
         "session_key": "session-for-tests-0123456789abcdefg",
         "admin_key": ADMIN_KEY,
         "store_url": f"file://{folder / 'store'}",

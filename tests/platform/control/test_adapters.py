@@ -223,7 +223,7 @@ async def test_what_cannot_be_served_is_refused_by_field_and_remedy(stand: Stand
 
     assert await num_stored(stand) == 0
     assert stand.engine.received_of(Generate) == []
-    assert not (stand.folder / "store").exists()
+    assert not (stand.folder / "store" / "adapters").exists()
     assert (await stand.upload(tenant["id"], "capitals", adapter())).status_code == 201
 
 
@@ -312,7 +312,7 @@ async def test_without_a_ready_engine_nothing_is_stored(stand: Stand) -> None:
     error_of(answer, 503, "engine_unavailable")
     assert int(answer.headers["retry-after"]) >= 1
     assert await num_stored(stand) == 0
-    assert not (stand.folder / "store").exists()
+    assert not (stand.folder / "store" / "adapters").exists()
     assert (await stand.admin.get(f"/admin/v1/tenants/{tenant_id}/adapters")).json()["data"] == []
     await stand.engine.start()
     assert (await stand.upload(tenant_id, "a", adapter())).status_code == 201
@@ -466,4 +466,6 @@ async def test_the_quarantine_is_left_empty(
     await stand.upload(tenant_id, "a", adapter(), model_name="../x")
 
     assert os.listdir(tmp_path) == []
+    [ours] = (stand.folder / "store" / "quarantine").glob("process-*")
+    assert os.listdir(ours) == ["lock"]
     assert ADMIN_KEY not in str(stand.app.state.context)

@@ -79,18 +79,38 @@ async def test_an_admin_is_brought_in_line(stand: Stand) -> None:
     await stand.login("viewer", "boss@example.com")
 
     other = SecretStr("another password")
+    logged_in = await stand.login("admin", "other@example.com")
+    stale = await stand.login("viewer", "boss2@example.com")
+    assert (await stale.get("/admin/v1/tenants")).status_code == 200
+    await bootstrap.ensure_admin_user(sessions, passwords, "boss2@example.com", other)
     user = await bootstrap.ensure_admin_user(sessions, passwords, "boss@example.com", other)
     again = await bootstrap.ensure_admin_user(sessions, passwords, "boss@example.com", other)
 
     assert user.id == again.id
+    # Logins made with the old password are over; nobody else's are.
+    assert (await stale.get("/admin/v1/tenants")).status_code == 401
+    assert (await logged_in.get("/admin/v1/tenants")).status_code == 200
     login = {"email": "boss@example.com", "password": "another password"}
     answer = await stand.client(None).post("/admin/v1/sessions", json=login)
     assert answer.json()["user"]["role"] == "admin"
     async with sessions() as session:
         actions = (await session.scalars(select(AuditLog.action))).all()
-    assert actions.count("user.reset") == 1
+    assert actions.count("user.reset") == 2
     with pytest.raises(ValidationError):
         await bootstrap.ensure_admin_user(sessions, passwords, "x@y.z", SecretStr("short"))
+
+
+async def test_the_first_admin_of_the_settings_can_log_in(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    login = {"email": "ada@example.com", "password": PASSWORD}
+    async with Stand.open(
+        db_url, redis_url, short_tmp_path, admin_email="Ada@example.com", admin_password=PASSWORD
+    ) as stand:
+        answer = await stand.client(None).post("/admin/v1/sessions", json=login)
+
+        assert answer.status_code == 201
+        assert answer.json()["user"]["role"] == "admin"
 
 
 async def test_housekeeping_deletes_what_is_over_and_nothing_else(stand: Stand) -> None:

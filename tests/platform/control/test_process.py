@@ -10,6 +10,8 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import httpx
+import pytest
+from loraplex_platform.control import main
 from pydantic import SecretStr
 
 from tests.platform.control.stand import ADMIN_KEY, settings_for, write_model
@@ -84,6 +86,29 @@ async def test_it_says_why_it_does_not_start(
             _, errors = await process.communicate()
         assert process.returncode != 0
         assert words in errors, (changes, errors.decode())
+
+
+@pytest.mark.parametrize(
+    ("email", "password", "words"),
+    [
+        ("ada@example.com", None, "set both or neither"),
+        (None, "correct horse battery", "set both or neither"),
+        ("ada@example.com", "abcxyz", "LORAPLEX_ADMIN_PASSWORD: "),
+        ("ada", "correct horse battery", "LORAPLEX_ADMIN_EMAIL: "),
+    ],
+)
+def test_a_first_admin_who_could_not_log_in_stops_the_start_and_shows_no_password(
+    tmp_path: Path, email: str | None, password: str | None, words: str
+) -> None:
+    settings = settings_for("postgresql://x@/y", "redis://x", tmp_path)
+    given = settings.model_copy(
+        update={"admin_email": email, "admin_password": password and SecretStr(password)}
+    )
+
+    with pytest.raises(main.ControlStartError, match=words) as error:
+        main._check(given)
+
+    assert password is None or password not in str(error.value)
 
 
 async def test_it_imports_no_torch() -> None:

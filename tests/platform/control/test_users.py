@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from loraplex_platform.users import throttle
+from loraplex_platform.users.visitor import parse_networks, visitor_address
 
 from tests.platform.control.stand import CONSOLE, CONTROL, PASSWORD, Stand, error_of
 from tests.support.metering import run_sql
@@ -35,7 +37,7 @@ async def test_a_user_is_made_once_and_never_shows_a_hash(stand: Stand) -> None:
     ):
         refused = await stand.admin.post("/admin/v1/users", json=body | change)
         assert error_of(refused, 400, "invalid_request")["param"] == param
-        assert str(change.get("password", "-")) not in refused.text
+        assert "password" not in change or change["password"] not in refused.text
 
 
 async def test_a_session_is_a_cookie_that_no_script_can_read(stand: Stand) -> None:
@@ -99,21 +101,69 @@ async def test_wrong_and_unknown_get_the_same_answer(stand: Stand) -> None:
     assert errors[0] == errors[1] == errors[2]
 
 
-async def test_failed_logins_are_throttled_per_email_whatever_the_address(stand: Stand) -> None:
+async def test_failed_logins_are_throttled_per_email_from_one_address(stand: Stand) -> None:
     await stand.login("admin")
     wrong = FORM | {"password": "not this one"}
-    clients = [stand.client(None, address=f"192.0.2.{n}") for n in range(20)]
+    client = stand.client(None, address="192.0.2.1")
 
-    for client in clients[: throttle.MAX_PER_EMAIL]:
+    for _ in range(throttle.MAX_PER_EMAIL):
         error_of(await client.post("/admin/v1/sessions", json=wrong), 401, "bad_credentials")
 
-    refused = await clients[-1].post("/admin/v1/sessions", json=FORM)  # even the right password
+    refused = await client.post("/admin/v1/sessions", json=FORM)  # even the right password
     error_of(refused, 429, "too_many_attempts")
     assert 0 < int(refused.headers["retry-after"]) <= 15 * 60
+    # Its owner, elsewhere, is not locked out by a stranger's guesses.
+    elsewhere = stand.client(None, address="192.0.2.2")
+    assert (await elsewhere.post("/admin/v1/sessions", json=FORM)).status_code == 201
     window = throttle.WINDOW + timedelta(seconds=1)
     await run_sql(stand.db, "update login_throttle set window_start = now() - :w", w=window)
-    answer = await clients[-1].post("/admin/v1/sessions", json=FORM)
-    assert answer.status_code == 201
+    assert (await client.post("/admin/v1/sessions", json=FORM)).status_code == 201
+
+
+async def test_visitors_of_the_console_are_told_apart_and_nobody_else_may_name_one(
+    db_url: str, redis_url: str, short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throttle, "MAX_PER_ADDRESS", 3)
+    wrong = FORM | {"password": "not this one"}
+    async with Stand.open(
+        db_url, redis_url, short_tmp_path, control_trusted_proxies="10.203.7.0/24"
+    ) as stand:
+        await stand.login("admin")
+
+        async def try_login(peer: str, visitor: str, form: dict[str, str]) -> int:
+            client = stand.client(None, address=peer, headers={"x-forwarded-for": visitor})
+            return (await client.post("/admin/v1/sessions", json=form)).status_code
+
+        at_console = [await try_login("10.203.7.5", "192.0.2.1", wrong) for _ in range(4)]
+        assert at_console == [401, 401, 401, 429]
+        assert await try_login("10.203.7.5", "192.0.2.2", FORM) == 201
+        # What the visitor claims stands before what the console has seen, and counts for nothing.
+        assert await try_login("10.203.7.5", "192.0.2.9, 192.0.2.1", FORM) == 429
+        direct = [await try_login("198.51.100.1", f"192.0.2.{n}", wrong) for n in range(10, 14)]
+        assert direct == [401, 401, 401, 429]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "visitor"),
+    [
+        ("192.0.2.1", [], "192.0.2.1"),
+        ("192.0.2.1", ["192.0.2.2"], "192.0.2.1"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", ["192.0.2.2"], "192.0.2.2"),
+        ("10.0.0.1", ["192.0.2.3, 192.0.2.2"], "192.0.2.2"),
+        ("10.0.0.1", ["192.0.2.3", "192.0.2.2,10.0.0.2"], "192.0.2.2"),
+        ("10.0.0.1", ["192.0.2.2, junk"], "10.0.0.1"),
+        ("10.0.0.1", [""], "10.0.0.1"),
+        ("fd00::1", ["2001:db8::2"], "2001:db8::2"),
+        ("unix", ["192.0.2.2"], "unix"),
+    ],
+)
+def test_a_visitor_is_who_our_own_proxies_vouch_for(
+    peer: str, forwarded: list[str], visitor: str
+) -> None:
+    trusted = parse_networks("10.0.0.0/8, fd00::/8")
+
+    assert visitor_address(peer, forwarded, trusted) == visitor
 
 
 async def test_failed_logins_are_throttled_per_address_whatever_the_email(
