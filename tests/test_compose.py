@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import typer.main
 import yaml
 from loraplex_engine.server_cli import read_options
 from loraplex_platform.cli import app
+from loraplex_platform.control import main as control_main
+from loraplex_platform.gateway import main as gateway_main
+from loraplex_platform.gateway import pump
+from loraplex_platform.local import services
 from loraplex_platform.settings import (
     ConsoleSettings,
     ControlSettings,
@@ -47,6 +53,8 @@ def filled_in(compose: dict[str, Any], service: str) -> dict[str, str]:
         name, kind, default = match.groups()
         if kind == ":-":
             return default
+        if name == "LORAPLEX_ADMIN_EMAIL":
+            return "ada@example.com"
         return mint("ak").secret if name == "LORAPLEX_ADMIN_KEY" else f"{name}-0123456789abcdefghij"
 
     environment = compose["services"][service].get("environment") or {}
@@ -88,9 +96,9 @@ def test_every_secret_is_required_and_listed_in_the_example(compose: dict[str, A
         if line and not line.startswith("#")
     )
 
-    assert len(secret_names) == 7
+    assert len(secret_names) == 8
     assert {variables[name] for name in secret_names} == {":?"}
-    assert example == dict.fromkeys(secret_names, "")
+    assert example == dict.fromkeys({*secret_names, "LORAPLEX_ADMIN_EMAIL"}, "")
     # No value stands in the file itself.
     for service in compose["services"].values():
         for name, value in (service.get("environment") or {}).items():
@@ -144,6 +152,59 @@ def test_the_engine_gets_what_it_needs_and_listens_on_the_shared_socket(
     assert options.redis_url is not None
     assert str(config.model_dir) == filled_in(compose, "gateway")["LORAPLEX_MODEL_DIR"]
     assert config.store_url == filled_in(compose, "control")["LORAPLEX_STORE_URL"]
+
+
+@pytest.mark.parametrize("service", ["postgres", "redis", *OURS])
+def test_nothing_of_ours_gains_privileges(compose: dict[str, Any], service: str) -> None:
+    found = compose["services"][service]
+
+    assert "no-new-privileges:true" in found["security_opt"]
+    assert found["cap_drop"] == ["ALL"]
+
+
+def test_redis_is_not_root_and_its_password_is_on_no_command_line(
+    compose: dict[str, Any], tmp_path: Path
+) -> None:
+    service = compose["services"]["redis"]
+    shell, flags, script = service["command"]
+    folder = service["tmpfs"][0].split(":")[0]
+    # The same script, with a server that only shows what it was given.
+    (tmp_path / "redis-server").write_text('#!/bin/sh\necho "$0 $*"; cat "$1"; stat -c %a "$1"\n')
+    (tmp_path / "redis-server").chmod(0o755)
+
+    told = subprocess.run(
+        [shell, flags, script.replace("$$", "$").replace(folder, str(tmp_path))],
+        env={"PATH": f"{tmp_path}:{os.defpath}", "REDISCLI_AUTH": "a-secret"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert service["user"] == "redis"
+    command, *lines = told.stdout.splitlines()
+    assert "a-secret" not in command
+    assert lines == ["requirepass a-secret", 'save ""', "appendonly no", "600"]
+
+
+def test_each_process_has_only_its_own_secrets(compose: dict[str, Any]) -> None:
+    def holders(name: str) -> set[str]:
+        return {s for s in compose["services"] if name in filled_in(compose, s)}
+
+    assert holders("LORAPLEX_SALT_KEY") == {"gateway"}
+    assert holders("LORAPLEX_SESSION_KEY") == holders("LORAPLEX_ADMIN_KEY") == {"control"}
+    assert holders("LORAPLEX_KEY_PEPPER") == {"gateway", "control"}
+
+
+def test_stopping_waits_as_long_as_draining_takes(compose: dict[str, Any]) -> None:
+    def grace_s(service: str) -> int:
+        return int(compose["services"][service]["stop_grace_period"].removesuffix("s"))
+
+    after_grace_s = pump._ABORT_ANSWER_S + pump._SETTLE_WAIT_S + gateway_main._CLOSE_S
+    drain_s = GatewaySettings.model_fields["drain_grace_s"].default
+
+    assert grace_s("gateway") > drain_s + after_grace_s + 5
+    assert grace_s("control") > control_main.DRAIN_S + 5
+    assert after_grace_s < services.DRAIN_END_S
 
 
 def test_every_long_running_service_has_a_health_check(compose: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loraplex_platform.local.credentials import Credentials
 from loraplex_platform.local.data_dir import DataDir, read_json
-from loraplex_platform.local.ports import reachable_host
+from loraplex_platform.local.ports import is_loopback, reachable_host
 from loraplex_platform.local.readiness import (
     Probe,
     at_once,
@@ -27,6 +27,9 @@ from loraplex_platform.local.supervisor import Service
 
 # How long a stream may go on after Ctrl-C. A person waits at the terminal: shorter than a cluster's.
 DRAIN_GRACE_S = 10.0
+# What comes after the grace, at worst: aborting what is left, settling it, closing connections.
+DRAIN_END_S = 20.0
+ENGINE_END_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Fleet:
                 is_ready=http_ok_at_port_file(self._engine_port_file, "/ready"),
                 after=on_redis,
                 ready_deadline_s=300.0,
-                stop_deadline_s=15.0,
+                stop_deadline_s=DRAIN_GRACE_S + ENGINE_END_S,
             ),
             Service(
                 name="migrate",
@@ -121,7 +124,7 @@ class Fleet:
                 after=("migrate", *on_redis),
                 stop_before=("engine", "worker"),
                 ready_deadline_s=300.0,
-                stop_deadline_s=DRAIN_GRACE_S + 8.0,
+                stop_deadline_s=DRAIN_GRACE_S + DRAIN_END_S,
             ),
             Service(
                 name="control",
@@ -131,6 +134,7 @@ class Fleet:
                 after=("migrate", *on_redis),
                 stop_before=("engine", "worker", "gateway"),
                 ready_deadline_s=60.0,
+                stop_deadline_s=20.0,  # its own drain takes up to 10 s
             ),
         ]
         if options.console_port is not None:
@@ -206,16 +210,22 @@ class Fleet:
             | self._model()
             | {
                 "LORAPLEX_KEY_PEPPER": self._credentials.key_pepper,
-                "LORAPLEX_SALT_KEY": self._credentials.salt_key,
                 "LORAPLEX_SESSION_KEY": self._credentials.session_key,
                 "LORAPLEX_ADMIN_KEY": self._credentials.admin_key,
                 "LORAPLEX_STORE_URL": self._data_dir.store.as_uri(),
                 "LORAPLEX_CONTROL_HOST": options.host,
                 "LORAPLEX_CONTROL_PORT": str(options.control_port),
+                "LORAPLEX_CONTROL_TRUSTED_PROXIES": self._console_address(),
                 "LORAPLEX_GATEWAY_URL": options.gateway_url,
                 "LORAPLEX_CONSOLE_URL": options.console_url or options.control_url,
             }
         )
+
+    def _console_address(self) -> str:
+        """Whose word about a visitor counts. On loopback all visitors are this machine anyway, and
+        any program of it could claim to be the console."""
+        host = self._options.host
+        return "" if is_loopback(host) else reachable_host(host).strip("[]")
 
     def _console_env(self) -> dict[str, str]:
         return self._env(
