@@ -74,6 +74,19 @@ def empty(*names: str) -> None:
         st.session_state[f"{name}_times"] = st.session_state.get(f"{name}_times", 0) + 1
 
 
+def rerun_with_notice(text: str) -> None:
+    """Run the page again, with what has been done said above it, in Markdown."""
+    st.session_state["notice"] = text
+    st.rerun()
+
+
+def show_notice() -> None:
+    """What `rerun_with_notice` left, until the next click."""
+    text = st.session_state.pop("notice", None)
+    if text is not None:
+        st.success(text, icon=":material/check_circle:")
+
+
 def show_refusal(error: ApiError) -> None:
     """The API's own words; they name the field and the remedy."""
     where = f" ({fmt.code(error.param)})" if error.param else ""

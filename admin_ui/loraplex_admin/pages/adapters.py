@@ -23,6 +23,7 @@ _BASE = "base (no adapter)"
 def render(api: Api, user: User) -> None:
     """Deployments first: they are what tenants see; then adapters and the upload."""
     st.title("Adapters")
+    choices.show_notice()
     tenant = choices.tenant(api, key="adapters_tenant")
     if tenant is None:
         return
@@ -148,13 +149,11 @@ def _deploy(
             choices.show_refusal(error)
             return
     revision = made["revision"]
-    st.toast(
+    choices.rerun_with_notice(
         f"{fmt.code(made['name'])} answers with "
         f"{fmt.code(revision['adapter_name'] or made['base_model'])} from now on "
-        f"(revision {revision['number']}).",
-        icon=":material/check:",
+        f"(revision {revision['number']})."
     )
-    st.rerun()
 
 
 def _take_out(api: Api, tenant: Tenant, deployments: Page[Deployment]) -> None:
@@ -177,8 +176,7 @@ def _take_out(api: Api, tenant: Tenant, deployments: Page[Deployment]) -> None:
             choices.show_refusal(error)
             return
     st.session_state.pop(f"take_out_name_{tenant['id']}", None)
-    st.toast(f"{fmt.code(name)} is out of service.", icon=":material/check:")
-    st.rerun()
+    choices.rerun_with_notice(f"{fmt.code(name)} is out of service.")
 
 
 def _deployment_row(deployment: Deployment) -> dict[str, object]:

@@ -12,6 +12,7 @@ from loraplex_admin.api import Api, ApiError, ApiKey, Tenant, User
 def render(api: Api, user: User) -> None:
     """The list, a form for a new tenant, then the keys of the chosen one."""
     st.title("Tenants and keys")
+    choices.show_notice()
     can_write = user["role"] == "admin"
     _tenant_list(api)
     if can_write:
@@ -67,8 +68,7 @@ def _new_tenant(api: Api) -> None:
             for name in ("tenants_tenant", "tenants_cursors"):
                 st.session_state.pop(name, None)
             choices.empty("new_tenant_slug", "new_tenant_name")
-            st.toast(f"Tenant {fmt.code(tenant['slug'])} is there.", icon=":material/check:")
-            st.rerun()
+            choices.rerun_with_notice(f"Tenant {fmt.code(tenant['slug'])} is there.")
 
 
 def _new_secret() -> None:
