@@ -94,10 +94,12 @@ async def drain_until_error(stream: openai.AsyncStream[ChatCompletionChunk]) -> 
     return None
 
 
-async def test_a_killed_gateway_breaks_its_streams_and_the_next_request_works(
-    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+async def test_a_killed_gateway_breaks_its_streams_bills_nothing_and_the_next_request_works(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI], customers: list[Customer]
 ) -> None:
     before = await answers(clients[0], "one")
+    absorbed_before = fleet.check_books()["identity"]["absorbed"]
+    charges_before = fleet.charges(customers[1].id)
     streams = await asyncio.gather(open_stream(clients[0], "one"), open_stream(clients[1], "three"))
 
     killed = fleet.kill("gateway")
@@ -107,8 +109,13 @@ async def test_a_killed_gateway_breaks_its_streams_and_the_next_request_works(
     assert await answers_again(clients[0], "one") == before
     assert fleet.service_pid("gateway") not in {None, killed}
     report = fleet.check_books()
-    # The tenant does not pay for what we broke; the engine's work is not lost from the books either.
-    assert report["identity"]["absorbed"] > 0
+    # The tenants do not pay for what we broke; the engine's work is not lost from the books either.
+    for stream, _ in streams:
+        broken = fleet.request(stream.response.headers["x-request-id"])
+        assert (broken["completion_tokens"], broken["finish_reason"]) == (0, "error")
+        assert (broken["state"], broken["error_code"]) == ("settled", "gateway_lost")
+    assert fleet.charges(customers[1].id) == charges_before
+    assert report["identity"]["absorbed"] > absorbed_before
     await until(lambda: fleet.engine_stats()["num_running"] == 0)
     assert_nothing_held(fleet)
 

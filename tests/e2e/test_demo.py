@@ -296,6 +296,10 @@ async def test_a_killed_gateway_does_not_spoil_the_bill(
             verified = await asyncio.to_thread(loraplex, demo_fleet, "verify", "--max-tokens", "8")
 
     assert verified.returncode == 0, verified.stdout + verified.stderr
+    await asyncio.to_thread(demo_fleet.check_books)
+    broken = demo_fleet.request(stream.response.headers["x-request-id"])
+    assert (broken["state"], broken["finish_reason"]) == ("settled", "error")
+    assert broken["completion_tokens"] == 0, "what we broke is not billed"
 
 
 def test_zz_the_same_flags_again_are_the_same_demo(demo_fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from loraplex_platform.admin_client import AdminClient
 from loraplex_platform.local.process import GUARD
@@ -159,6 +160,26 @@ class Fleet:
         with self.admin() as admin:
             stats: dict[str, Any] = admin.fleet()["replicas"][0]["stats"]
             return stats
+
+    def request(self, request_id: str) -> dict[str, Any]:
+        """A recent request (`x-request-id`) as the request log shows it."""
+        answer = httpx.get(
+            f"{self.state['control_url']}/admin/v1/requests?limit=100",
+            headers={"authorization": f"Bearer {self.admin_key}"},
+        )
+        found = [row for row in answer.raise_for_status().json()["data"] if row["id"] == request_id]
+        assert len(found) == 1, answer.text
+        row: dict[str, Any] = found[0]
+        return row
+
+    def charges(self, tenant_id: str) -> list[dict[str, Any]]:
+        """What the tenant has been charged so far, by model."""
+        with self.admin() as admin:
+            now = int(time.time())
+            rows = admin.usage(now - 86_400, now + 86_400, ["tenant_id", "model"])
+        shown = ("model", "start_time", "completion_tokens", "cost_usd")
+        charged = [row for row in rows if row["tenant_id"] == tenant_id and float(row["cost_usd"])]
+        return [{k: row[k] for k in shown} for row in charged]
 
     def check_books(self) -> dict[str, Any]:
         """Wait until every request is settled and landed; all invariants must hold then."""
