@@ -7,9 +7,11 @@ Works on any fsspec URL (file://, s3://, gs://, memory://). The digest in the na
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
+import time
 import uuid
 from pathlib import Path
 from typing import Any, Final
@@ -68,14 +70,65 @@ class AdapterStore:
         """Publish the two files of `folder` under `digest`; a no-op if it is there already.
 
         Readers see either nothing or the whole adapter. The caller has read and checked the folder.
+        Either way it counts as put just now, for `idle`.
         """
         if self._local_root is not None:
             self._put_local(self._local_root, folder, digest)
-        elif not self.has(digest):
+        elif self.has(digest):
+            target = self._remote_folder(digest)
+            self._remote.put_file(str(folder / CONFIG_FILE), f"{target}/{CONFIG_FILE}")
+        else:
             target = self._remote_folder(digest)
             self._remote.makedirs(target, exist_ok=True)
             for name in (TENSORS_FILE, CONFIG_FILE):
                 self._remote.put_file(str(folder / name), f"{target}/{name}")
+
+    def idle(self, age_s: float) -> list[str]:
+        """Digests that nobody has put for `age_s` seconds.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        found = []
+        if self._local_root is not None:
+            names = [path.name for path in self._local_root.glob("[0-9a-f][0-9a-f]/*")]
+        else:
+            files = self._remote.glob(f"{self._remote_root}/*/*/{CONFIG_FILE}")
+            names = [str(file).rsplit("/", 2)[-2] for file in files]
+        for name in names:
+            digest = f"sha256:{name}"
+            if _DIGEST.fullmatch(digest) and self._age_s(digest) >= age_s:
+                found.append(digest)
+        return found
+
+    def delete(self, digest: str, *, age_s: float) -> bool:
+        """Delete an adapter unless it was put within `age_s` seconds, which is looked at once more.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        if self._age_s(digest) < age_s:
+            return False
+        if self._local_root is None:
+            self._remote.rm(self._remote_folder(digest), recursive=True)
+            return True
+        folder = self._local_folder(self._local_root, digest)
+        gone = folder.parent / f".partial-{uuid.uuid4().hex}"
+        os.rename(folder, gone)  # in one step: nobody reads half of it
+        shutil.rmtree(gone)
+        return True
+
+    def _age_s(self, digest: str) -> float:
+        """Seconds since it was put; negative infinity if it is gone."""
+        try:
+            if self._local_root is not None:
+                then = self._local_folder(self._local_root, digest).stat().st_mtime
+            else:
+                path = f"{self._remote_folder(digest)}/{CONFIG_FILE}"
+                then = self._remote.modified(path).timestamp()
+        except FileNotFoundError:
+            return -math.inf
+        return time.time() - float(then)
 
     def fetch(self, digest: str, into: Path) -> Path:
         """A local folder with the adapter's files, below `into` unless the store itself is local.
@@ -130,6 +183,7 @@ class AdapterStore:
     def _put_local(self, root: Path, folder: Path, digest: str) -> None:
         target = self._local_folder(root, digest)
         if target.is_dir():
+            os.utime(target)
             return
         partial = _new_partial_folder(target)
         try:

@@ -113,7 +113,6 @@ async def _open(
     stack: AsyncExitStack, settings: ControlSettings, metrics: ControlMetrics, passwords: Passwords
 ) -> ControlContext:
     sessions = (await stack.enter_async_context(open_database(settings))).sessions
-    await stack.enter_async_context(housekeeping.running(sessions))
     base_model = await bootstrap.ensure_base_model(sessions, settings)
     if settings.admin_email is not None and settings.admin_password is not None:
         await bootstrap.ensure_admin_user(
@@ -148,6 +147,7 @@ async def _open(
         AdapterStore(settings.store_url),
         Prober(sessions, fleet, tokenizer, owner=client_id),
     )
+    await stack.enter_async_context(housekeeping.running(sessions, intake.sweep))
     try:
         root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
         quarantine = stack.enter_context(quarantines.Quarantine.opened(root))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 
 import structlog
@@ -28,9 +28,11 @@ KEEP_SESSIONS = timedelta(days=30)
 
 
 @contextlib.asynccontextmanager
-async def running(sessions: SessionFactory) -> AsyncIterator[None]:
+async def running(
+    sessions: SessionFactory, sweep_store: Callable[[], Awaitable[int]]
+) -> AsyncIterator[None]:
     """Tidy in the background for as long as the block lasts."""
-    task = asyncio.create_task(_tidy_forever(sessions), name="housekeeping")
+    task = asyncio.create_task(_tidy_forever(sessions, sweep_store), name="housekeeping")
     try:
         yield
     finally:
@@ -48,12 +50,15 @@ async def tidy(session: AsyncSession) -> None:
     await session.execute(delete(Session).where(Session.expires_at <= now - KEEP_SESSIONS))
 
 
-async def _tidy_forever(sessions: SessionFactory) -> None:
+async def _tidy_forever(
+    sessions: SessionFactory, sweep_store: Callable[[], Awaitable[int]]
+) -> None:
     while True:
         await asyncio.sleep(INTERVAL_S)
         try:
             async with sessions.begin() as session:
                 await tidy(session)
+            await sweep_store()
         except UnavailableError as error:
             log.warning("housekeeping_skipped", reason=error.message)
         except Exception as error:  # noqa: BLE001 - one odd failure must not end all later rounds

@@ -129,6 +129,12 @@ async def find_version_by_digest(
     )
 
 
+async def digests_in_use(session: AsyncSession, digests: Sequence[str]) -> set[str]:
+    """Those that some version of any tenant has: the platform's own look at its store."""
+    statement = select(AdapterVersion.digest).where(AdapterVersion.digest.in_(digests))
+    return set((await session.scalars(statement)).all())
+
+
 async def find_version(
     session: AsyncSession, tenant_id: UUID, version_id: UUID
 ) -> AdapterVersion | None:

@@ -31,6 +31,10 @@ from loraplex_platform.registry.validation import Validator, Verdict
 log = structlog.get_logger(__name__)
 
 
+# An upload is checked and probed in far less.
+ORPHAN_AGE_S = 3600.0
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """An adapter and the version that an upload is; `is_new` False: it was there already."""
@@ -66,6 +70,24 @@ class AdapterIntake:
         self._validator = validator
         self._store = store
         self._prober = prober
+
+    async def sweep(self) -> int:
+        """Delete stored adapters that became no version: refused by the probe, or cut off there.
+
+        Young ones may be on their way. Returns how many went.
+        """
+        idle = await asyncio.to_thread(self._store.idle, ORPHAN_AGE_S)
+        if not idle:
+            return 0
+        async with self._sessions() as session:
+            in_use = await queries.digests_in_use(session, idle)
+        count = 0
+        for digest in idle:
+            if digest not in in_use:
+                count += await asyncio.to_thread(self._store.delete, digest, age_s=ORPHAN_AGE_S)
+        if count:
+            log.info("adapter_orphans_deleted", count=count)
+        return count
 
     async def vet(self, tenant_id: UUID, upload: Upload) -> Stored | Vetted:
         """Check an upload through all stages; the version if the tenant has it already.

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import time
 import zipfile
 from collections.abc import Mapping
@@ -451,6 +452,34 @@ async def test_uploads_of_one_adapter_at_once_make_one_version(stand: Stand) -> 
     async with stand.db.sessions() as session:
         actions = (await session.scalars(select(AuditLog.action))).all()
     assert actions.count("adapter_version.create") == 1
+
+
+async def test_what_became_no_version_leaves_the_store_and_nothing_else_does(stand: Stand) -> None:
+    intake = stand.app.state.context.intake
+    adapters = stand.folder / "store" / "adapters"
+
+    def put(name: str, digest: str) -> Path:
+        source = stand.folder / name
+        source.mkdir()
+        (source / "adapter_config.json").write_bytes(adapter().config)
+        (source / "adapter_model.safetensors").write_bytes(adapter().model)
+        intake._store.put(source, digest)
+        return adapters / digest[7:9] / digest[7:]
+
+    tenant_id = (await stand.tenant("acme"))["id"]
+    stored = (await stand.upload(tenant_id, "a", adapter())).json()["version"]["digest"]
+    in_use = adapters / stored[7:9] / stored[7:]
+    orphan, young, again = (put(c, f"sha256:{c * 64}") for c in "abc")
+    for folder in (in_use, orphan, again):
+        os.utime(folder, (0, 0))
+    shutil.rmtree(stand.folder / "c")
+    put("c", f"sha256:{'c' * 64}")  # uploaded once more: it may be on its way
+
+    assert await intake.sweep() == 1
+
+    assert not orphan.exists()
+    assert [folder.exists() for folder in (in_use, young, again)] == [True] * 3
+    assert await intake.sweep() == 0
 
 
 async def test_the_quarantine_is_left_empty(
