@@ -239,6 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # ruinous where other processes want the same cores, as in `loraplex up`: with 12 runnable
     # processes on 2 cores, linears ran at 20 a second; spinning for some microseconds only, at 120.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Before numpy loads it. It counts the machine's cores, not the cgroup's, and its threads would
+    # take the step's time while an adapter loads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         values, config, options = read_options(
             sys.argv[1:] if arguments is None else arguments, environ

@@ -104,7 +104,8 @@ def test_values_are_read_as_torch_reads_them(dtype: torch.dtype) -> None:
 
 
 def test_the_norm_is_that_of_the_delta(tmp_path: Path) -> None:
-    artifact = make_adapter(tmp_path / "a", lora_alpha=24, use_rslora=True, dtype="F32")
+    make_adapter(tmp_path / "a", lora_alpha=24, use_rslora=True, dtype="F32")
+    artifact = read(tmp_path / "a")
 
     norms = [
         pair.scale * np.linalg.norm(pair.b.to_float32() @ pair.a.to_float32())
@@ -451,6 +452,7 @@ def test_no_flipped_byte_crashes_the_reader(data: st.DataObject) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "what comes next"}, "init_lora_weights"),
         ({"auto_mapping": {"AutoModel": "modeling_evil.Evil"}}, "auto_mapping"),
         (
             {"auto_mapping": {"base_model_class": "Evil", "parent_library": "evil.code"}},
@@ -628,14 +630,30 @@ def test_a_delta_beyond_the_norm_bound_is_refused(tmp_path: Path) -> None:
     error = refused(tmp_path / "a", lora_config(), encode_tensors(tensors))
 
     assert error.field == f"adapter_model.{Q0_B}"
-    assert read(tmp_path / "a", max_norm=math.inf).norms.max > 1e6
+    assert read(tmp_path / "a", max_norm=1e300).norms.max > 1e6
 
 
 def test_norms_do_not_overflow(tmp_path: Path) -> None:
     tensors = {name: np.full_like(v, 3e38) for name, v in lora_tensors().items()}
     write_folder(tmp_path / "a", lora_config(), encode_tensors(tensors))
 
-    assert math.isfinite(read(tmp_path / "a", max_norm=math.inf).norms.max)
+    assert math.isfinite(read(tmp_path / "a", max_norm=1e300).norms.max)
+
+
+def test_without_a_norm_bound_no_norm_is_computed_but_the_rest_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex_engine.artifact.reader._module_norm", None)
+    good = lora_tensors()
+    idle = {name: v * ("lora_B" not in name) for name, v in good.items()}
+    sick = {name: np.full_like(v, math.nan) for name, v in good.items()}
+    write_folder(tmp_path / "good", lora_config(), encode_tensors(good))
+
+    assert math.isnan(read(tmp_path / "good", max_norm=math.inf).norms.max)
+    for name, tensors, said in (("idle", idle, "no effect"), ("sick", sick, "NaN or Inf")):
+        content = encode_tensors(tensors)
+        error = refused(tmp_path / name, lora_config(), content, max_norm=math.inf)
+        assert said in error.message
 
 
 @pytest.mark.parametrize(

@@ -992,6 +992,21 @@ async def spawn_replica(folder: Path, *flags: str) -> AsyncIterator[subprocess.P
         await asyncio.to_thread(process.wait)
 
 
+def test_blas_threads_are_bounded_before_numpy_is_loaded() -> None:
+    code = (
+        "import os, sys, loraplex_engine.server_cli as cli\n"
+        "cli.read_options = lambda *a: sys.exit('numpy' in sys.modules)\n"
+        "try: cli.main([])\n"
+        "finally: print(os.environ['OPENBLAS_NUM_THREADS'])\n"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS")}
+
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+
+
 async def test_kill_9_in_mid_stream_then_restart(folder: Path) -> None:
     async with EngineClient(f"ipc://{folder}/e.sock", gateway_id="g") as client:
         async with spawn_replica(folder) as process:

@@ -89,7 +89,7 @@ class LoraPair:
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """Frobenius norms of scale * B A over the modules."""
+    """Frobenius norms of scale * B A over the modules; NaN where no bound asked for them."""
 
     max: float
     mean: float
@@ -282,14 +282,15 @@ def _refuse_name(name: str) -> NoReturn:
 
 
 def _check_values(pairs: Mapping[ModuleName, LoraPair], limits: AdapterLimits) -> Norms:
+    _check_finite(pairs)
+    if math.isinf(limits.max_norm):  # checked at upload already; it costs seconds of matmul
+        if all(_is_zero(pair) for pair in pairs.values()):
+            _refuse_no_effect()
+        return Norms(max=math.nan, mean=math.nan)
     norms = [_module_norm(pair) for pair in pairs.values()]
     largest = max(norms)
     if largest == 0.0:
-        raise ArtifactError(
-            "adapter_model",
-            "the adapter has no effect: in every module A or B is all zeros.",
-            "Upload a trained adapter; B is zero before the first training step.",
-        )
+        _refuse_no_effect()
     if largest > limits.max_norm:
         module = list(pairs)[norms.index(largest)]
         _refuse(
@@ -300,16 +301,32 @@ def _check_values(pairs: Mapping[ModuleName, LoraPair], limits: AdapterLimits) -
     return Norms(max=largest, mean=float(np.mean(norms)))
 
 
+def _check_finite(pairs: Mapping[ModuleName, LoraPair]) -> None:
+    for pair in pairs.values():
+        for tensor in (pair.a, pair.b):
+            if not np.isfinite(tensor.to_float32()).all():
+                _refuse(
+                    tensor, "it holds NaN or Inf.", "The training diverged: use a sound checkpoint."
+                )
+
+
+def _is_zero(pair: LoraPair) -> bool:
+    return any(not tensor.to_float32().any() for tensor in (pair.a, pair.b))
+
+
+def _refuse_no_effect() -> NoReturn:
+    raise ArtifactError(
+        "adapter_model",
+        "the adapter has no effect: in every module A or B is all zeros.",
+        "Upload a trained adapter; B is zero before the first training step.",
+    )
+
+
 def _module_norm(pair: LoraPair) -> float:
     """Frobenius norm of scale * B A, from the small Gram matrices: |BA|^2 = <A A', B' B>.
 
     In fp64, where no finite fp32 adapter overflows.
     """
-    for tensor in (pair.a, pair.b):
-        if not np.isfinite(tensor.to_float32()).all():
-            _refuse(
-                tensor, "it holds NaN or Inf.", "The training diverged: use a sound checkpoint."
-            )
     a_RK = pair.a.to_float32().astype(np.float64)
     b_NR = pair.b.to_float32().astype(np.float64)
     # Rounding can leave a tiny negative number where the true norm is zero.
