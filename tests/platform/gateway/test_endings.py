@@ -291,7 +291,9 @@ async def test_the_deadline_ends_a_request_unbilled(
         _, attempt, entry = await stand.last_request()
         assert attempt is not None
         assert entry is not None
-        assert (attempt.outcome, entry.account) == ("fault", "absorbed")
+        # "lost" where the engine's acknowledgement took longer than the gateway waits for it.
+        assert attempt.outcome in ("fault", "lost")
+        assert entry.account == "absorbed"
         assert [abort.is_platform_fault for abort in stand.aborts] == [True]
         await stand.check_books()
 
