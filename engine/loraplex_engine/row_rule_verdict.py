@@ -1,7 +1,7 @@
 """Remembers that the row rule holds here, so that a warm start need not prove it again.
 
 The self-check takes seconds, and its outcome is a function of what it runs on: the CPU, torch and its
-threads, our own code, the model and the backends. A verdict is kept under a digest of all of these;
+threads, numpy, what steers their libraries, our own code, the compiled kernels, the model and the backends. A verdict is kept under a digest of all of these;
 change one and the check runs again. Only "holds" is kept: a failure is found, and said, at each start.
 """
 
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import loraplex_kernels
+import numpy as np
 import structlog
 import torch
+from loraplex_kernels.cpu.build import library_name
 
 import loraplex_engine
 
 log = structlog.get_logger(__name__)
 
 _SOURCES = ("*.py", "*.c", "*.h")
+
+# By which the libraries below torch choose their inner loops and how they cut work up.
+_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "GOMP_", "KMP_", "ATEN_", "OPENBLAS_", "NPY_")
 
 
 def recall_or_check(folder: Path, subject: Mapping[str, object], check: Callable[[], bool]) -> bool:
@@ -49,9 +55,12 @@ def _digest(subject: Mapping[str, object]) -> str:
     parts = {
         "subject": dict(subject),
         "torch": torch.__config__.show(),
+        "numpy": np.__version__,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
         "threads": torch.get_num_threads(),
         "cpu": _cpu(),
         "code": _code(),
+        "kernels": [library_name("attention"), library_name("lora")],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

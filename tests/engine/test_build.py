@@ -290,6 +290,28 @@ def test_a_verdict_is_recalled_for_the_same_subject_only(tmp_path: Path) -> None
     assert asked == ["fails", "holds", "other"]
 
 
+def test_a_verdict_does_not_outlive_what_it_was_found_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_checks = 0
+
+    def check() -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        return True
+
+    recall_or_check(tmp_path, {}, check)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    recall_or_check(tmp_path, {}, check)
+    monkeypatch.setattr("numpy.__version__", "9.9")
+    recall_or_check(tmp_path, {}, check)
+    monkeypatch.setattr("loraplex_kernels.cpu.build._version", lambda compiler: b"another compiler")
+    recall_or_check(tmp_path, {}, check)
+    recall_or_check(tmp_path, {}, check)
+
+    assert num_checks == 4
+
+
 def test_no_stray_threads_are_left() -> None:
     names = {thread.name for thread in threading.enumerate()}
 

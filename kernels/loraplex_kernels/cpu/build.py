@@ -47,6 +47,25 @@ def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
     Raises:
         NativeBuildError: it cannot be built or loaded here; use the torch fallback.
     """
+    compiler, library = _library_path(name, cache_dir)
+    try:
+        if not library.is_file():
+            _compile(compiler, SOURCES / f"{name}.c", library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeBuildError(f"cannot load {library.name}: {error}") from error
+
+
+def library_name(name: str) -> str | None:
+    """The file name, which says all that decides its machine code; None without a compiler."""
+    try:
+        return _library_path(name, Path())[1].name
+    except NativeBuildError:
+        return None
+
+
+def _library_path(name: str, cache_dir: Path) -> tuple[str, Path]:
+    """The compiler, and where what it builds lies."""
     source = SOURCES / f"{name}.c"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -55,13 +74,7 @@ def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
     code = b"".join(path.read_bytes() for path in (source, *headers))
     parts = (code, " ".join(FLAGS).encode(), _version(compiler), _cpu_features())
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-    library = cache_dir / f"{name}-{key[:32]}.so"
-    try:
-        if not library.is_file():
-            _compile(compiler, source, library)
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise NativeBuildError(f"cannot load {library.name}: {error}") from error
+    return compiler, cache_dir / f"{name}-{key[:32]}.so"
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
