@@ -109,9 +109,10 @@ _REFUSED_FIELDS: dict[str, tuple[str, str]] = {
     "megatron_config": ("Megatron layers are not served.", _TRAIN_AGAIN.format("megatron_config")),
 }
 
-# Initialisations that subtract something from the base weights: such an adapter is right only on the
-# base so changed, until it is converted.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+# Initialisations that leave the base weights alone. Others (pissa, olora, ...) subtract something from
+# them: such an adapter is right only on the base so changed, until it is converted. A name that is not
+# known here may be one of those.
+_PLAIN_INITS = frozenset({"gaussian", "eva", "mica", "orthogonal"})
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,10 +289,10 @@ def _refuse_unsupported(fields: _Fields) -> None:
             'Train with task_type="CAUSAL_LM".',
         )
     init = fields.raw.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         fields.refuse(
             "init_lora_weights",
-            f"{_shown(init)} trains against changed base weights.",
+            f"{_shown(init)} is not known to leave the base weights as they are.",
             "Convert it to plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...).",
         )
     _check_auto_mapping(fields)

@@ -5,8 +5,9 @@
  * every sum has one fixed order, whatever rows share the tile and whichever thread computes it. So a
  * row gets the same bits alone, batched, in any chunk of a prefill and wherever its blocks lie.
  *
- * Keys and values past a row's own position are never read: the last tile is cut by pointer, not by
- * multiplying with zero, so that NaN in unwritten or foreign slots cannot reach it.
+ * Nothing past a task's last query is read. Scores of keys between a row's own position and that
+ * query are computed and then selected away, never multiplied with zero, and their values are not
+ * read, so that NaN in unwritten, foreign or later slots cannot reach a row.
  *
  * Layout of a token's slot: keys of all kv heads, then values, (2, num_kv_heads, head_dim), bf16 or
  * fp32. Accumulation is fp32; the output is rounded once.
