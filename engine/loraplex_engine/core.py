@@ -25,6 +25,7 @@ from loraplex_engine.protocol import (
     Generate,
     TokenEvent,
     TokenLogprobs,
+    Usage,
 )
 from loraplex_engine.request import BASE_SLOT, Ending, Identity, Request, RequestStatus
 from loraplex_engine.scheduler import Decision, Scheduler, SchedulerLimits
@@ -123,6 +124,10 @@ class EngineCore:
     def begin_drain(self) -> None:
         """Take nothing new; what was accepted is finished."""
         self.is_draining = True
+
+    def live_usage(self) -> dict[tuple[str, int], Usage]:
+        """What each unfinished request cost so far, by (request_id, attempt)."""
+        return {identity: request.usage() for identity, request in self._live.items()}
 
     def has_work(self) -> bool:
         """Whether requests are unfinished or events undelivered."""

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -431,9 +431,8 @@ class GatewayPort:
                 case Admitted():
                     self._answer(item)
                 case Poisoned():
-                    frames += self._make_frames(
-                        0, self._fail([item.request], "the request could not be queued"), ended
-                    )
+                    events = self._fail([item.request], "the request could not be queued", {})
+                    frames += self._make_frames(0, events, ended)
                 case Started():
                     self.facts = item.facts
                     self._welcome_all()
@@ -441,7 +440,8 @@ class GatewayPort:
                 case Failed():
                     self.failure = item.reason
                     requests = [live.request for live in self._live.values()]
-                    frames += self._make_frames(0, self._fail(requests, "the engine failed"), ended)
+                    events = self._fail(requests, "the engine failed", item.usage)
+                    frames += self._make_frames(0, events, ended)
                 case _:
                     item()
         if ended:
@@ -466,17 +466,21 @@ class GatewayPort:
         if is_there:
             self._reject(live.identity, request, refusal.code, str(refusal), refusal.retry_after_s)
 
-    def _fail(self, requests: list[Generate], message: str) -> list[TokenEvent]:
+    def _fail(
+        self, requests: list[Generate], message: str, usage: Mapping[Attempt, Usage]
+    ) -> list[TokenEvent]:
         """Terminal error events for requests whose own events will not come."""
+
+        def cost_of(key: Attempt) -> Usage:
+            sent = Usage(prompt_tokens=0, completion_tokens=self._live[key].num_tokens)
+            return usage.get(key, sent)
+
         return [
             TokenEvent(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 finish_reason="error",
-                usage=Usage(
-                    prompt_tokens=len(request.prompt_token_ids),
-                    completion_tokens=self._live[request.request_id, request.attempt].num_tokens,
-                ),
+                usage=cost_of((request.request_id, request.attempt)),
                 error_code="internal_error",
                 error_message=message,
             )

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -28,6 +28,7 @@ from loraplex_engine.protocol import (
     Generate,
     PrefetchAdapter,
     TokenEvent,
+    Usage,
 )
 
 log = structlog.get_logger(__name__)
@@ -48,6 +49,7 @@ class Core(Protocol):
         self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
     ) -> None: ...
     def has_work(self) -> bool: ...
+    def live_usage(self) -> dict[tuple[str, int], Usage]: ...
     def step(self) -> list[TokenEvent]: ...
 
 
@@ -113,9 +115,13 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The loop has stopped and all its requests with it."""
+    """The loop has stopped and all its requests with it.
+
+    `usage` is what they had cost, by (request_id, attempt); one that never was queued is not there.
+    """
 
     reason: str
+    usage: dict[tuple[str, int], Usage] = field(default_factory=dict)
 
 
 Output = Started | Admitted | Poisoned | StepOutput | Failed
@@ -186,7 +192,8 @@ class StepLoop:
         except Exception as error:
             log.exception("step_loop_failed")
             self.error = error
-            self._publish(Failed(f"{type(error).__name__}: {error}"))
+            usage = {} if engine is None else engine.core.live_usage()
+            self._publish(Failed(f"{type(error).__name__}: {error}", usage))
         finally:
             if engine is not None:
                 with contextlib.suppress(Exception):  # the process ends; only tidiness is at stake

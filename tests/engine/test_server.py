@@ -441,6 +441,7 @@ async def test_a_request_that_breaks_admission_ends_alone(
     _, last = await read_all(bad)
 
     assert (last.finish_reason, last.error_code) == ("error", "internal_error")
+    assert last.usage == Usage(prompt_tokens=0, completion_tokens=0)  # nothing was computed
     assert (await client.query_usage("bad", 1)).state == "finished"
     assert (await read_all(await neighbour))[1].finish_reason == "length"
     assert (await client.stats()).num_waiting == 0
@@ -640,7 +641,12 @@ async def test_a_failed_step_ends_every_request_with_an_error_and_the_process(
     found = journal.find("n", 1)
     assert found is not None
     assert found.usage == last.usage
-    assert journal.find("bomb", 1) is not None
+    assert found.usage.prompt_tokens == 3
+    bomb = journal.find("bomb", 1)
+    assert bomb is not None
+    assert bomb.usage == Usage(
+        prompt_tokens=0, completion_tokens=0
+    )  # its only step came to nothing
     journal.close()
 
 
