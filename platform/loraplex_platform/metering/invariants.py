@@ -225,7 +225,7 @@ _RULES = (
     ),
     _Rule(
         "books_are_append_only",
-        "The serving processes can neither change nor delete ledger, attempts, journals and audit log",
+        "The serving role can neither change nor delete ledger, attempts, journals and audit log",
         """
         select name as id, privilege || ' is granted to loraplex_app' as detail
         from unnest(array['ledger', 'attempts', 'engine_usage', 'audit_log']) as name,
