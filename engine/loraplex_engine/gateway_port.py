@@ -136,6 +136,7 @@ class GatewayPort:
         self.facts: ReplicaFacts | None = None
         self.failure: str | None = None  # why the port or the step loop gave up
         self.is_draining = False
+        self.is_stalled = False  # no step completes: send us nothing more
         self.changed = threading.Event()  # set when facts, failure or the number of requests change
         self._endpoint = endpoint
         self._router = endpoint.router
@@ -179,6 +180,11 @@ class GatewayPort:
     def begin_drain(self) -> None:
         """Refuse new requests and tell every gateway."""
         self.is_draining = True
+        self._enqueue(self._welcome_all)
+
+    def note_stall(self, is_stalled: bool) -> None:
+        """Tell every gateway that steps have stopped, or go on."""
+        self.is_stalled = is_stalled
         self._enqueue(self._welcome_all)
 
     def abort_all(self) -> None:
@@ -312,7 +318,7 @@ class GatewayPort:
             incarnation=self._incarnation,
             model_fingerprint=facts.model_fingerprint if facts else "",
             max_model_len=facts.max_model_len if facts else 0,
-            is_ready=facts is not None,
+            is_ready=facts is not None and not self.is_stalled,
             is_draining=self.is_draining,
         )
 

@@ -12,7 +12,8 @@ Owns the order of things and the exit code; the work is elsewhere:
 
 SIGTERM or SIGINT: new requests are refused with `draining`, running ones get `drain_grace_s` to
 finish, what is left then ends as an error with its usage journaled, exit 0. A second signal ends the
-grace at once. Exit 2: wrong settings. Exit 70: the engine failed and must be restarted.
+grace at once. Exit 2: wrong settings. Exit 70: the engine failed and must be restarted. A
+step that hangs makes the replica not ready after `stall_limit_s` and ends it after twice that.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from loraplex_engine.lifetime import die_with_parent
 from loraplex_engine.metrics import EngineMetrics
 from loraplex_engine.protocol import GATEWAY_TIMEOUT_S, EngineStats, ReplicaRecord
 from loraplex_engine.registry import ReplicaRegistry
-from loraplex_engine.step_loop import Engine, Output, ReplicaFacts, Started, StepLoop
+from loraplex_engine.step_loop import Engine, Failed, Output, ReplicaFacts, Started, StepLoop
 
 log = structlog.get_logger(__name__)
 
@@ -224,7 +225,13 @@ class EngineServer:
         """For something to change, a signal, or a tenth of a second; looks after the watchdog."""
         self._port.changed.wait(_TURN_S)
         self._port.changed.clear()
-        self._watchdog.check()
+        is_stalled = not self._watchdog.check()
+        if is_stalled != self._port.is_stalled:
+            self._port.note_stall(is_stalled)
+            self._notify_registry()
+        if self._loop.stalled_s() > 2 * self._options.stall_limit_s:
+            # Native code cannot be interrupted, so only a new process computes again.
+            self._port.publish(Failed("no step completes"))
 
     @property
     def is_step_thread_alive(self) -> bool:
@@ -234,7 +241,8 @@ class EngineServer:
     def finish(self) -> int:
         """Stop all threads and free everything; returns the exit code."""
         is_loading = self._facts is None  # which nothing can interrupt, and nothing is lost by
-        has_stopped = self._loop.stop(timeout_s=0.0 if is_loading else _FLUSH_S)
+        is_hopeless = is_loading or self._port.is_stalled
+        has_stopped = self._loop.stop(timeout_s=0.0 if is_hopeless else _FLUSH_S)
         self._port.stop()
         failure = self._port.failure
         if failure is None and not has_stopped and not is_loading:
@@ -302,7 +310,7 @@ class EngineServer:
             max_model_len=facts.max_model_len,
             max_loras=config.max_loras,
             max_lora_rank=config.max_lora_rank,
-            state="draining" if self._port.is_draining else "ready",
+            state="draining" if self._port.is_draining or self._port.is_stalled else "ready",
             started_at_unix_s=self._started_at,
             row_rule_holds=facts.row_rule_holds,
         )

@@ -147,7 +147,7 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(
         process,
         "--stall-limit-s",
-        "No step for so long, with work to do: /live says 503.",
+        "No step for so long, with work to do: not ready; for twice as long: exit 70.",
         type=float,
         default=60.0,
     )

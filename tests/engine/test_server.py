@@ -48,7 +48,7 @@ from loraplex_engine.protocol import (
 from loraplex_engine.server import EngineServer, ServerOptions
 from loraplex_engine.server_cli import main, read_options
 
-from tests.support.fake_replica import BOMB_ID, NAN_ID, UNKNOWN_DIGEST, FakeReplicaEngine
+from tests.support.fake_replica import BOMB_ID, HANG_ID, NAN_ID, UNKNOWN_DIGEST, FakeReplicaEngine
 
 DEADLINE_S = 60.0
 DIGESTS = ["sha256:" + f"{i:064x}" for i in range(1, 9)]
@@ -1043,6 +1043,26 @@ async def test_kill_9_in_mid_stream_then_restart(folder: Path) -> None:
     assert lost.state == "unknown"
     assert token_ids == list(range(13, 21))
     assert [entry.seq for entry in page.entries] == [1, 2]
+
+
+async def test_a_step_that_hangs_for_good_ends_the_process(folder: Path) -> None:
+    async with (
+        spawn_replica(folder, "--stall-limit-s", "1") as process,
+        EngineClient(f"ipc://{folder}/e.sock", gateway_id="g") as client,
+    ):
+        await client.connect(DEADLINE_S)
+        await eventually(lambda: client.is_ready)
+        stream = await client.generate(make_request(prompt=[HANG_ID]))
+
+        await eventually(lambda: not client.is_ready)
+        assert client.welcome is not None  # it says so itself, before its end
+        _, last = await read_all(stream)
+
+        assert (last.finish_reason, last.error_code) == ("error", "internal_error")
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 70
+    journal = Journal(folder / "journal")
+    assert journal.find("r1", 1) is not None
+    journal.close()
 
 
 async def test_sigterm_drains_and_exits_0(folder: Path) -> None:

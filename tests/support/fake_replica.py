@@ -29,6 +29,7 @@ VOCAB_SIZE = 1000
 EOS_ID = 0
 BOMB_ID = 666  # a prompt that starts with it makes the step raise
 NAN_ID = 667  # ... or its logits not finite
+HANG_ID = 668  # ... or the step never end
 UNKNOWN_DIGEST = "sha256:" + "0" * 64
 
 
@@ -64,6 +65,8 @@ class FakeExecutor:
             tokens = self._rows[row]
             if tokens[0] == BOMB_ID:
                 raise RuntimeError("the bomb went off")
+            if tokens[0] == HANG_ID:
+                threading.Event().wait()
             is_finite_B[i] = tokens[0] != NAN_ID
             if step.samples_B[i]:
                 token_ids_B[i] = tokens[-1] % (VOCAB_SIZE - 1) + 1
