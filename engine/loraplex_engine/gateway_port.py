@@ -106,6 +106,7 @@ class _Live:
     request: Generate
     arrived_at: float
     num_tokens: int = 0
+    is_aborted: bool = False  # by its gateway; the first word counts
     cut_short: tuple[str, str] | None = None  # by us, not the client: error code and message
 
 
@@ -277,7 +278,9 @@ class GatewayPort:
             case Generate():
                 self._take_request(identity, gateway, message)
             case Abort():
-                if (message.request_id, message.attempt) in self._live:
+                live = self._live.get((message.request_id, message.attempt))
+                if live is not None and not live.is_aborted:  # more would queue up in a long step
+                    live.is_aborted = True
                     self._submit(message)
             case PrefetchAdapter():
                 if self.facts is not None:

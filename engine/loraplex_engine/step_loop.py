@@ -35,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.5  # with nothing to do; a message ends the wait at once
 BLOCKED_WAIT_S = 0.002  # with requests that cannot run yet: an adapter is loading
+MAX_BEFORE_PREFETCH = 1024  # with so much queued, prefetches, which nobody waits for, are dropped
 
 Work = Generate | Abort | PrefetchAdapter
 
@@ -160,7 +161,9 @@ class StepLoop:
         self._thread.start()
 
     def submit(self, work: Work) -> None:
-        """Have it done before the next step; any thread."""
+        """Have it done before the next step; any thread. A prefetch may be dropped."""
+        if isinstance(work, PrefetchAdapter) and self._inbox.qsize() >= MAX_BEFORE_PREFETCH:
+            return
         self._inbox.put(work)
 
     def stop(self, timeout_s: float = 10.0) -> bool:

@@ -47,6 +47,7 @@ from loraplex_engine.protocol import (
 )
 from loraplex_engine.server import EngineServer, ServerOptions
 from loraplex_engine.server_cli import main, read_options
+from loraplex_engine.step_loop import MAX_BEFORE_PREFETCH
 
 from tests.support.fake_replica import BOMB_ID, HANG_ID, NAN_ID, UNKNOWN_DIGEST, FakeReplicaEngine
 
@@ -539,6 +540,23 @@ async def test_abort_is_honoured_within_the_step_that_runs(
     # One step was in mid-air when we looked, and one may have started since.
     assert last.usage.completion_tokens <= num_before + 2
     assert (await client.stats()).kv_usage == 0
+
+
+async def test_what_a_gateway_repeats_does_not_pile_up_in_a_long_step(
+    replica: Replica, client: EngineClient
+) -> None:
+    stream = await client.generate(make_request(max_tokens=1900))
+    replica.engine.executor.flowing.clear()
+    inbox = replica.server._loop._inbox
+
+    for _ in range(3000):
+        stream.abort()
+        client.prefetch(DIGESTS[0])
+    await client.stats()  # all were taken
+
+    assert inbox.qsize() <= MAX_BEFORE_PREFETCH + 1
+    replica.engine.executor.flowing.set()
+    assert (await read_all(stream))[1].finish_reason == "abort"
 
 
 async def test_abort_of_a_queued_request(folder: Path) -> None:
