@@ -19,61 +19,11 @@
 #include <omp.h>
 #endif
 
+#include "simd.h"
+
 #define MAX_SLICES 3
 #define OUT_BLOCK 32
 #define ROW_TILE 2
-
-/* ------------------------------------------------------------------ eight floats with a true FMA */
-
-#if defined(__AVX2__) && defined(__FMA__)
-#include <immintrin.h>
-typedef __m256 v8;
-static inline v8 v8_zero(void) { return _mm256_setzero_ps(); }
-static inline v8 v8_all(float value) { return _mm256_set1_ps(value); }
-static inline v8 v8_load(const float *from) { return _mm256_loadu_ps(from); }
-static inline void v8_store(float *to, v8 value) { _mm256_storeu_ps(to, value); }
-static inline v8 v8_add(v8 left, v8 right) { return _mm256_add_ps(left, right); }
-static inline v8 v8_fma(v8 left, v8 right, v8 sum) { return _mm256_fmadd_ps(left, right, sum); }
-static inline v8 v8_load_bf16(const uint16_t *from) {
-    __m128i bits = _mm_loadu_si128((const __m128i *)from);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-#elif defined(FP_FAST_FMAF)
-static inline float widen_bf16(uint16_t bits);
-typedef struct { float lane[8]; } v8;
-#define EACH_LANE for (int i = 0; i < 8; i++)
-static inline v8 v8_all(float value) { v8 r; EACH_LANE r.lane[i] = value; return r; }
-static inline v8 v8_zero(void) { return v8_all(0.0f); }
-static inline v8 v8_load(const float *from) { v8 r; memcpy(r.lane, from, sizeof r); return r; }
-static inline void v8_store(float *to, v8 value) { memcpy(to, value.lane, sizeof value); }
-static inline v8 v8_add(v8 a, v8 b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
-static inline v8 v8_fma(v8 a, v8 b, v8 sum) {
-    EACH_LANE sum.lane[i] = fmaf(a.lane[i], b.lane[i], sum.lane[i]);
-    return sum;
-}
-static inline v8 v8_load_bf16(const uint16_t *from) {
-    v8 r; EACH_LANE r.lane[i] = widen_bf16(from[i]); return r;
-}
-#else
-#error "this kernel needs a CPU with fused multiply-add"
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float widen_bf16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-/* Round to nearest, ties to even, as torch does; NaN stays NaN. */
-INLINE uint16_t narrow_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t rounded = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-    return value != value ? (uint16_t)0x7fc0 : rounded;
-}
 
 /* ------------------------------------------------------------------------------------- weights */
 
@@ -116,12 +66,6 @@ INLINE float load_weight(const void *from, size_t index, int is_bf16) {
     return is_bf16 ? widen_bf16(((const uint16_t *)from)[index]) : ((const float *)from)[index];
 }
 
-INLINE float sum_lanes(v8 low, v8 high) {
-    float t[8];
-    v8_store(t, v8_add(low, high));
-    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
-}
-
 /* h[i][j] = <x[i], a[first + j]> for `rows` rows and `ranks` ranks (both compile-time constants). */
 INLINE void shrink_tile(const float *const *x, const void *a, size_t first, size_t num_inputs,
                         int is_bf16, int rows, int ranks, float (*h)[4]) {
@@ -140,7 +84,7 @@ INLINE void shrink_tile(const float *const *x, const void *a, size_t first, size
         }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < ranks; j++) {
-            float sum = sum_lanes(low[i][j], high[i][j]);
+            float sum = v8_total(v8_add(low[i][j], high[i][j]));
             size_t at = (first + (size_t)j) * num_inputs;
             for (size_t tail = k; tail < num_inputs; tail++)
                 sum = fmaf(x[i][tail], load_weight(a, at + tail, is_bf16), sum);
