@@ -146,8 +146,13 @@ def assemble_engine(
     }
     row_rule_holds = recall_or_check(
         cache / "row_rule",
-        {"model": fingerprint, "backends": backends, "block_size": config.block_size},
-        lambda: check_row_rule(runner).holds,
+        {
+            "model": fingerprint,
+            "backends": backends,
+            "block_size": config.block_size,
+            "max_rows": config.max_num_batched_tokens,
+        },
+        lambda: check_row_rule(runner, max_rows=config.max_num_batched_tokens).holds,
     )
     facts = ReplicaFacts(
         model_fingerprint=fingerprint,

@@ -43,16 +43,20 @@ class RowRuleReport:
         return not self.failures
 
 
-def check_row_rule(runner: ModelRunner) -> RowRuleReport:
+def check_row_rule(runner: ModelRunner, *, max_rows: int = _MAX_ROWS) -> RowRuleReport:
     """Try every routine of `runner`; writes into its KV cache, so call it before the first request.
 
     Logs one warning if the rule fails.
+
+    Args:
+        max_rows: the most tokens that a step will have: tried too, when it is beyond `ROW_COUNTS`.
     """
+    counts = ROW_COUNTS if max_rows <= _MAX_ROWS else (*ROW_COUNTS, max_rows)
     started = time.perf_counter()
     failures = []
     num_checks = 0
     with torch.inference_mode():
-        for name, is_equal in _checks(runner):
+        for name, is_equal in _checks(runner, counts):
             num_checks += 1
             if not is_equal:
                 failures.append(name)
@@ -68,31 +72,33 @@ def check_row_rule(runner: ModelRunner) -> RowRuleReport:
     return report
 
 
-def _checks(runner: ModelRunner) -> Iterator[tuple[str, bool]]:
+def _checks(runner: ModelRunner, counts: tuple[int, ...]) -> Iterator[tuple[str, bool]]:
     generator = torch.Generator().manual_seed(0)
     dtype = runner.model.dtype
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    yield from _check_linears(runner, draw)
-    yield from _check_elementwise(runner, draw)
+    yield from _check_linears(runner, draw, counts)
+    yield from _check_elementwise(runner, draw, counts)
     yield from _check_attention(runner, draw)
 
 
-def _check_linears(runner: ModelRunner, draw: Callable[..., Tensor]) -> Iterator[tuple[str, bool]]:
+def _check_linears(
+    runner: ModelRunner, draw: Callable[..., Tensor], counts: tuple[int, ...]
+) -> Iterator[tuple[str, bool]]:
     model = runner.model
     first = model.layers[0]
     by_shape: dict[tuple[int, int], Linear] = {}
     for linear in (first.qkv, first.o, first.gate_up, first.down, model.lm_head):
         by_shape.setdefault((linear.in_features, linear.out_features), linear)
     for (num_in, num_out), linear in by_shape.items():
-        x_MK = draw(_MAX_ROWS, num_in)
-        yield from _compare_counts(f"linear {num_in} -> {num_out}", linear, x_MK)
+        x_MK = draw(max(counts), num_in)
+        yield from _compare_counts(f"linear {num_in} -> {num_out}", linear, x_MK, counts)
 
 
 def _check_elementwise(
-    runner: ModelRunner, draw: Callable[..., Tensor]
+    runner: ModelRunner, draw: Callable[..., Tensor], counts: tuple[int, ...]
 ) -> Iterator[tuple[str, bool]]:
     model = runner.model
     weight = draw(model.config.hidden_size)
@@ -106,17 +112,18 @@ def _check_elementwise(
         return run
 
     norm = padded(lambda x: rms_norm(x, weight, model.config.rms_norm_eps))
-    yield from _compare_counts("rms_norm", norm, draw(_MAX_ROWS, model.config.hidden_size))
+    hidden = draw(max(counts), model.config.hidden_size)
+    yield from _compare_counts("rms_norm", norm, hidden, counts)
     width = 2 * model.config.intermediate_size
-    yield from _compare_counts("silu", padded(gated), draw(_MAX_ROWS, width))
+    yield from _compare_counts("silu", padded(gated), draw(max(counts), width), counts)
 
 
 def _compare_counts(
-    name: str, function: Callable[[Tensor], Tensor], x_MK: Tensor
+    name: str, function: Callable[[Tensor], Tensor], x_MK: Tensor, counts: tuple[int, ...]
 ) -> Iterator[tuple[str, bool]]:
     """Every row at every count, from the front and from the back, against all rows at once."""
     reference = function(x_MK)
-    for count in ROW_COUNTS:
+    for count in counts:
         is_equal = _same_bits(function(x_MK[:count]), reference[:count])
         if is_equal and count > 1:
             # From the back, rows stand at other places of the kernel's tiles; one place is enough at 1.

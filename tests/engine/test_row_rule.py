@@ -70,6 +70,22 @@ def test_a_row_that_depends_on_the_count_is_found_though_it_is_the_last(
     assert [event["event"] for event in logged] == ["row_rule_fails"]
 
 
+def test_the_largest_step_is_tried_too(runner: ModelRunner) -> None:
+    """Its last rows against those of fewer: rows of a step that small steps never have."""
+
+    class OffWhenLarge(_Wrapped):
+        def __call__(self, x: Tensor) -> Tensor:
+            y = self._inner(x).clone()
+            if x.shape[0] > 130:
+                y[0] += 1e-6
+            return y
+
+    runner.model.lm_head = OffWhenLarge(runner.model.lm_head)
+
+    assert check_row_rule(runner).holds
+    assert not check_row_rule(runner, max_rows=160).holds
+
+
 @pytest.mark.parametrize("kind", ["batch", "chunk"])
 def test_attention_that_depends_on_company_is_found(runner: ModelRunner, kind: str) -> None:
     forward = runner.attention.forward
