@@ -354,11 +354,11 @@ def test_our_adapters_equal_peft(tmp_path: Path, pytestconfig: pytest.Config) ->
 
 @pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_32_prompts_with_each_adapter_equal_peft(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    check_examples(32, 16, tmp_path, native_cache_dir(pytestconfig))
+    check_examples(32, 8, tmp_path, native_cache_dir(pytestconfig))
 
 
 @pytest.mark.parametrize("name", NAMES)
