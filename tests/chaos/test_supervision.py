@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fleet import Fleet, kill_leftovers
+from tests.support.postgres import PostgresServer
 from tests.support.processes import is_alive, wait_until
 
 
@@ -73,6 +74,27 @@ def test_a_life_of_a_data_directory(own_fleet: Fleet) -> None:
     # Ctrl-C does what SIGTERM does.
     assert own_fleet.stop(signal.SIGINT) == 0
     assert own_fleet.processes() == []
+
+
+def test_a_postgres_and_a_redis_of_your_own_serve_as_well(
+    short_tmp_path: Path, tiny_model: Path, postgres_server: PostgresServer, redis_url: str
+) -> None:
+    with postgres_server.empty() as database_url:
+        stores = ("--database-url", database_url, "--redis-url", redis_url)
+        fleet = Fleet(short_tmp_path / "data", "--model", str(tiny_model), *stores)
+        try:
+            fleet.start()
+
+            with fleet.admin() as admin:
+                assert admin.create_tenant("acme", "Acme")["slug"] == "acme"
+            assert fleet.service_pid("postgres") is None
+            assert fleet.service_pid("redis") is None
+            assert fleet.engine_stats()["num_running"] == 0
+            fleet.check_books()
+            assert fleet.stop() == 0
+            assert fleet.processes() == []
+        finally:
+            kill_leftovers(fleet)
 
 
 def test_a_stop_in_the_middle_of_the_start_leaves_no_process(own_fleet: Fleet) -> None:
