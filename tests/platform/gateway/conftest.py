@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from loraplex_engine.client import EngineLostError
+from loraplex_platform.errors import EngineUnavailableError
 
-from tests.platform.gateway.stand import Stand, eventually
+from tests.platform.gateway.stand import BASE, Stand, eventually
 from tests.support.fake_engine import Script
 from tests.support.postgres import PostgresServer
 
@@ -38,7 +41,7 @@ async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
     _shared_stand.engine.script_for = None
     _shared_stand.engine.received.clear()
     # Its loop stood still while tests on other loops ran: the gateway may have to connect again.
-    await eventually(lambda: _shared_stand.gateway.router.num_ready > 0, "a ready engine")
+    await _answering(_shared_stand)
     yield _shared_stand
     await _shared_stand.close_clients()
     await _shared_stand.check_books()
@@ -49,3 +52,15 @@ async def own_stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncI
     """A stand that the test may break; it calls `check_books` itself."""
     async with Stand.open(db_url, redis_url, short_tmp_path) as stand:
         yield stand
+
+
+async def _answering(stand: Stand) -> None:
+    """Wait for an engine that answers now; a connection may look ready and be found dead next."""
+    async with asyncio.timeout(30):
+        while True:
+            await eventually(lambda: stand.gateway.router.num_ready > 0, "a ready engine")
+            try:
+                await stand.gateway.router.choose(BASE, 1).client.stats()
+            except (EngineLostError, EngineUnavailableError):
+                continue
+            return
