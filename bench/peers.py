@@ -39,8 +39,10 @@ def _load(model_dir: Path, adapters: Path, dtype_name: str) -> Any:
     return peft_model.to(dtype).eval()
 
 
-def _generate(model: Any, items: list[workload.WorkItem], base_model: str) -> int:
-    """One padded `generate` call; returns the number of tokens made."""
+def _generate(
+    model: Any, items: list[workload.WorkItem], base_model: str, num_new: int | None = None
+) -> int:
+    """One padded `generate` call, of `num_new` or the items' own tokens; returns how many it made."""
     import torch
 
     longest = max(len(item.prompt) for item in items)
@@ -49,7 +51,7 @@ def _generate(model: Any, items: list[workload.WorkItem], base_model: str) -> in
     for row, item in enumerate(items):
         ids[row, longest - len(item.prompt) :] = torch.tensor(item.prompt)
         mask[row, longest - len(item.prompt) :] = 1
-    num_new = items[0].max_tokens
+    num_new = num_new or items[0].max_tokens
     names = [BASE_NAME if item.model == base_model else item.model for item in items]
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -83,7 +85,8 @@ def main() -> None:
     items = workload.read(args.workload)[: args.num_requests]
     model = _load(args.model_dir, args.adapters, args.dtype)
     size = 1 if args.mode == "one" else _BATCH
-    _generate(model, items[:size], args.base_model)  # warm-up: thread pools, allocator, code paths
+    # Warm-up: thread pools, allocator, code paths. A few tokens touch them all.
+    _generate(model, items[:size], args.base_model, num_new=4)
     started = time.perf_counter()
     tokens = sum(
         _generate(model, items[at : at + size], args.base_model)

@@ -118,8 +118,7 @@ def _peer(mode: str, args: argparse.Namespace, scratch: Path, dtype: str) -> dic
     command = [sys.executable, "-m", "bench.peers", "--mode", mode, "--dtype", dtype]
     command += ["--model-dir", str(args.model), "--adapters", str(scratch / "adapters")]
     command += ["--workload", str(scratch / "workload.jsonl")]
-    if mode == "one":
-        command += ["--num-requests", str(args.one_requests)]
+    command += ["--num-requests", str(args.one_requests if mode == "one" else args.batch_requests)]
     done = subprocess.run(command, check=True, capture_output=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -190,6 +189,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument(
         "--one-requests", type=int, default=12, help="requests of the one-at-a-time peer"
+    )
+    parser.add_argument(
+        "--batch-requests", type=int, default=32, help="requests of the padded-batch peer"
     )
     parser.add_argument("--no-peers", action="store_true", help="measure Loraplex alone")
     parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"))
