@@ -123,7 +123,7 @@ class EngineStream:
         if isinstance(item, EngineLostError):
             self._is_over = True
             raise item
-        self._is_over = item.finish_reason is not None
+        self._is_over = item.usage is not None
         return item
 
     def abort(self, *, as_stop: bool = False, is_platform_fault: bool = False) -> None:
@@ -499,7 +499,7 @@ class EngineClient:
         if not stream.accepted.done():
             stream.accepted.set_result(None)
         stream.deliver(event)
-        if event.finish_reason is not None:
+        if event.usage is not None:
             del self._streams[key]
 
     def _drop_connection(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from loraplex_engine.admission import ModelLimits, check_request
@@ -200,9 +200,7 @@ class EngineCore:
         assert step is not None
         assert result.step_id == step.step_id, "the executor answered another step"
         ends = (step.num_computed_B + step.num_scheduled_B).tolist()
-        tokens = result.token_ids_B.tolist()
         is_finite = result.is_finite_B.tolist()
-        samples = step.samples_B.tolist()
         for index, request in enumerate(decision.requests):
             if request.status is RequestStatus.FINISHED:
                 continue  # aborted while the step was in flight
@@ -216,27 +214,38 @@ class EngineCore:
                         error_message="the model's output was not a number; nothing was sampled",
                     ),
                 )
-            elif samples[index]:
-                self._append(request, tokens[index], result.logprobs.get(index))
+            elif result.tokens[index]:
+                self._append(request, result.tokens[index], result.logprobs.get(index))
 
-    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        assert 0 <= token_id < self.limits.vocab_size, f"the runner sampled {token_id}"
-        request.token_ids.append(token_id)
-        self._generation_tokens_total += 1
-        token_logprobs = None if logprobs is None else [logprobs]
-        if token_id in request.stop_ids:
-            self._end(request, Ending("stop", stop_token_id=token_id), [token_id], token_logprobs)
-        elif request.num_output_tokens == request.sampling.max_tokens:
-            self._end(request, Ending("length"), [token_id], token_logprobs)
-        else:
-            self._events.append(
-                TokenEvent(
-                    request_id=request.generate.request_id,
-                    attempt=request.generate.attempt,
-                    token_ids=[token_id],
-                    logprobs=token_logprobs,
-                )
+    def _append(
+        self, request: Request, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> None:
+        """Take over what a row sampled, up to the token that ends the request."""
+        token_ids: list[int] = []
+        ending: Ending | None = None
+        for token_id in sampled:
+            assert 0 <= token_id < self.limits.vocab_size, f"the runner sampled {token_id}"
+            token_ids.append(token_id)
+            request.token_ids.append(token_id)
+            if token_id in request.stop_ids:
+                ending = Ending("stop", stop_token_id=token_id)
+            elif request.num_output_tokens == request.sampling.max_tokens:
+                ending = Ending("length")
+            if ending is not None:
+                break
+        self._generation_tokens_total += len(token_ids)
+        kept_logprobs = None if logprobs is None else list(logprobs[: len(token_ids)])
+        if ending is not None:
+            self._end(request, ending, token_ids, kept_logprobs)
+            return
+        self._events.append(
+            TokenEvent(
+                request_id=request.generate.request_id,
+                attempt=request.generate.attempt,
+                token_ids=token_ids,
+                logprobs=kept_logprobs,
             )
+        )
 
     def _end(
         self,

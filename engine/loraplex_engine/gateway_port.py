@@ -511,7 +511,7 @@ class GatewayPort:
             if event.token_ids and not live.num_tokens:
                 self._metrics.observe_first_token(now - live.arrived_at)
             live.num_tokens += len(event.token_ids)
-            if event.finish_reason is not None:
+            if event.usage is not None:
                 event = self._end(key, live, event, ended)
                 assert event.usage is not None
                 self._metrics.observe_end(now - live.arrived_at, event.usage)

@@ -14,14 +14,29 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_CHOICES = 16  # n
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
+MAX_GRAMMAR_CHARS = 256 * 1024
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 GIVEN_UP = "given_up"  # error_code of what was ended for the platform's sake, not the client's
+
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be. `value`: the schema, the regular expression or the Lark grammar."""
+
+    kind: GrammarKind
+    value: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +45,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature == 0` is greedy: top_k, top_p and seed then have no effect. `seed` is always set by
     the sender (from the OS's entropy when the user gave none): noise is a pure function of
     (seed, output position, vocabulary id), so a row's draw never depends on its neighbours.
-    `top_k == 0` and `top_p == 1.0` switch the filter off.
+    `top_k == 0`, `top_p == 1.0`, `min_p == 0.0`, the penalties' neutral values and empty collections
+    switch a pass off; a pass that is off costs nothing.
+
+    Order, per output position: grammar, allowed and bad words, min_tokens (masks); repetition, presence
+    and frequency penalty; logit_bias; temperature; top_k; top_p; min_p; the draw. Log-probabilities are
+    those of the model's own distribution, before all of it.
+
+    Choice i of n draws with seed + i (mod 2**64).
     """
 
     max_tokens: int
@@ -40,6 +62,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int = 0  # uint64
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0  # ids below min_p times the most likely one's probability are dropped
+    presence_penalty: float = 0.0  # subtracted once from ids already in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (multiplies below 0) logits of ids in prompt or output
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0  # no stop id before so many tokens
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that never appear
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    grammar: Grammar | None = None
+    n: int = 1  # choices, over one computed prompt
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
 
 
@@ -73,6 +105,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
     request_id: str
     attempt: int
+    index: int | None = None  # of one choice, with `as_stop`; None: the whole request
     as_stop: bool = False
     is_platform_fault: bool = False
 
@@ -142,16 +175,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Progress of one request in one step.
+    """Progress of one choice of a request in one step.
 
-    `token_ids` are new tokens in order (possibly none on a terminal event). A terminal event has
-    `finish_reason` and `usage`; it is sent exactly once per (request_id, attempt), after its journal
-    entry is on disk. A stop token that ended the request is included in `token_ids` and in usage;
-    the gateway does not show it.
+    `token_ids` are new tokens in order (possibly none on a last event). A choice's last event has
+    `finish_reason`. The request's last, the terminal event, has `usage` too, over all choices; it is
+    sent exactly once per (request_id, attempt), after its journal entry is on disk. An error, and an
+    abort of the whole request, ends all choices with one terminal event. A stop token that ended the
+    choice is included in `token_ids` and in usage; the gateway does not show it.
     """
 
     request_id: str
     attempt: int
+    index: int = 0  # of the choice
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token id when asked for
     finish_reason: FinishReason | None = None
@@ -258,6 +293,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     mixed_steps_total: int  # steps that held at least two adapters and at least one base row
     rss_bytes: int
     uptime_s: float
+    prefix_cache_query_tokens_total: int = 0  # prompt tokens looked up, once per request
+    prefix_cache_hit_tokens_total: int = 0
+    spec_draft_tokens_total: int = 0
+    spec_accepted_tokens_total: int = 0
+    adapter_host_bytes: int = 0
+    adapter_loads_total: int = 0
+    adapter_load_failures_total: int = 0
+    adapter_evictions_total: int = 0
+    adapter_load_seconds_total: float = 0.0
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):

@@ -153,22 +153,22 @@ class ModelRunner:
         return self._lora.prepare(slot_T, self._slots.version)
 
     def _sample(self, step: Step, hidden_TH: Tensor, last_R: np.ndarray) -> StepResult:
-        num_entries = len(step.rows_B)
-        token_ids_B = np.full(num_entries, -1, np.int32)
-        is_finite_B = np.ones(num_entries, np.bool_)
+        tokens: list[tuple[int, ...]] = [()] * len(step.rows_B)
+        is_finite_B = np.ones(len(step.rows_B), np.bool_)
         entry_R = np.flatnonzero(step.samples_B)
         if not len(entry_R):
-            return StepResult(step.step_id, token_ids_B, is_finite_B)
+            return StepResult(step.step_id, tokens, is_finite_B)
         row_R = step.rows_B[entry_R]
         logits_RV = self.model.logits(hidden_TH, torch.from_numpy(last_R.astype(np.int64)))
         sampled = self._draw(logits_RV, row_R)
         known_R = self._num_known[row_R]
         self._token_ids[row_R, known_R] = sampled.token_ids_R
         self._num_known[row_R] = known_R + 1
-        token_ids_B[entry_R] = sampled.token_ids_R
+        for entry, token_id in zip(entry_R.tolist(), sampled.token_ids_R.tolist(), strict=True):
+            tokens[entry] = (token_id,)
         is_finite_B[entry_R] = sampled.is_finite_R
-        logprobs = {int(entry_R[index]): value for index, value in sampled.logprobs.items()}
-        return StepResult(step.step_id, token_ids_B, is_finite_B, logprobs)
+        logprobs = {int(entry_R[index]): (value,) for index, value in sampled.logprobs.items()}
+        return StepResult(step.step_id, tokens, is_finite_B, logprobs)
 
     def _draw(self, logits_RV: Tensor, row_R: np.ndarray) -> Sampled:
         params_R = []

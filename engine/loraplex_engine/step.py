@@ -13,6 +13,7 @@ tokens have been seen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
+UInt32Array = npt.NDArray[np.uint32]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -50,8 +52,14 @@ class BlockUpdate:
 class Step:
     """What to compute. Arrays have one entry per scheduled row, B in all, in batch order.
 
-    The runner first forgets `freed_rows`, then applies `new_rows` and `block_updates`, then computes
-    tokens [num_computed, num_computed + num_scheduled) of each row, and samples where `samples`.
+    The runner first forgets `freed_rows`, then copies blocks, then applies `new_rows` and
+    `block_updates`, then computes tokens [num_computed, num_computed + num_scheduled) of each row, and
+    samples where `samples`.
+
+    A row with drafts computes them as if they were its next known tokens (they are counted in
+    num_scheduled) and samples at its last known token and at each draft. Drafts are accepted from the
+    first on for as long as each equals what was sampled in its place; the row gets the sampled tokens
+    up to and with the first that differs, or all of them.
     """
 
     step_id: int
@@ -62,6 +70,10 @@ class Step:
     num_computed_B: Int32Array
     num_scheduled_B: Int32Array
     samples_B: BoolArray  # True where this step reaches the row's last known token
+    block_copies: tuple[tuple[int, int], ...] = ()  # (from, to), whole blocks, all layers
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # batch index -> draft ids
+    # batch index -> (1 + drafts, ceil(vocab / 32)) uint32: bit v % 32 of word v // 32 allows id v there.
+    token_masks: Mapping[int, UInt32Array] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -74,9 +86,12 @@ class StepResult:
     """What came out, in the batch order of the `Step`."""
 
     step_id: int
-    token_ids_B: Int32Array  # -1 where the row did not sample
-    is_finite_B: BoolArray  # False: that row's logits held NaN or Inf; its token id means nothing
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # batch index -> logprobs
+    tokens: Sequence[Sequence[int]]  # none where the row did not sample; several: accepted drafts
+    is_finite_B: BoolArray  # False: that row's logits held NaN or Inf; its tokens mean nothing
+    # batch index -> one per token of that entry
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    # Batch indexes whose masks, filters and bans left no id to sample: those rows end with an error.
+    stuck: Sequence[int] = ()
 
 
 class Executor(Protocol):

@@ -246,7 +246,8 @@ class FakeRunner:
                 assert self.adapters.slots[row.adapter_slot] == row.adapter, "evicted under a row"
 
     def _compute(self, step: Step) -> StepResult:
-        tokens, finite, logprobs = [], [], {}
+        tokens: list[tuple[int, ...]] = []
+        finite, logprobs = [], {}
         for index, row_id in enumerate(step.rows_B.tolist()):
             row = self.rows[row_id]
             start, count = int(step.num_computed_B[index]), int(step.num_scheduled_B[index])
@@ -256,17 +257,17 @@ class FakeRunner:
             assert bool(step.samples_B[index]) == (start + count == row.num_tokens)
             finite.append(row.seed not in self.poisoned_seeds)
             if not step.samples_B[index]:
-                tokens.append(-1)
+                tokens.append(())
                 continue
             token = next_token(self._read(row), row.adapter, row.seed)
             row.unwritten[row.num_tokens] = token
             row.num_tokens += 1
-            tokens.append(token if finite[-1] else -1)
+            tokens.append((token if finite[-1] else -1,))
             if row.logprobs is not None and finite[-1]:
-                logprobs[index] = TokenLogprobs(-float(token), [], [])
+                logprobs[index] = [TokenLogprobs(-float(token), [], [])]
         return StepResult(
             step_id=step.step_id,
-            token_ids_B=np.array(tokens, dtype=np.int32),
+            tokens=tokens,
             is_finite_B=np.array(finite, dtype=np.bool_),
             logprobs=logprobs,
         )
@@ -374,7 +375,7 @@ def collect_outcomes(events: list[TokenEvent]) -> dict[str, Outcome]:
         outcome = outcomes.setdefault(event.request_id, Outcome())
         assert outcome.terminal is None, f"{event.request_id} spoke after its end"
         outcome.token_ids += event.token_ids
-        if event.finish_reason is not None:
-            assert event.usage is not None
+        if event.usage is not None:
+            assert event.finish_reason is not None
             outcome.terminal = event
     return outcomes

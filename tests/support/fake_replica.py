@@ -59,7 +59,7 @@ class FakeExecutor:
             time.sleep(self.step_s)
         self.flowing.wait()
         count = len(step.rows_B)
-        token_ids_B = np.full(count, -1, np.int32)
+        sampled: list[tuple[int, ...]] = [()] * count
         is_finite_B = np.ones(count, np.bool_)
         for i, row in enumerate(step.rows_B.tolist()):
             tokens = self._rows[row]
@@ -69,9 +69,9 @@ class FakeExecutor:
                 threading.Event().wait()
             is_finite_B[i] = tokens[0] != NAN_ID
             if step.samples_B[i]:
-                token_ids_B[i] = tokens[-1] % (VOCAB_SIZE - 1) + 1
-                tokens.append(int(token_ids_B[i]))
-        return StepResult(step.step_id, token_ids_B, is_finite_B)
+                tokens.append(tokens[-1] % (VOCAB_SIZE - 1) + 1)
+                sampled[i] = (tokens[-1],)
+        return StepResult(step.step_id, sampled, is_finite_B)
 
 
 class FakeAdapters:

@@ -110,11 +110,11 @@ class StepDriver:
             request.num_computed += count
             request.is_finite &= bool(result.is_finite_B[index])
             if step.samples_B[index]:
-                request.token_ids.append(int(result.token_ids_B[index]))
+                request.token_ids += result.tokens[index]
                 if index in result.logprobs:
-                    request.logprobs.append(result.logprobs[index])
+                    request.logprobs += result.logprobs[index]
             else:
-                assert result.token_ids_B[index] == -1
+                assert not result.tokens[index]
 
     def prefill(self, request: DrivenRequest, chunk: int) -> None:
         """Compute all known tokens, `chunk` at a time; ends with one sampled token."""

@@ -290,7 +290,7 @@ async def _read_on(stream: EngineStream, answer: _Answer) -> TokenEvent:
     async for event in stream:
         answer.token_ids += event.token_ids
         answer.logprobs += [item.logprob for item in event.logprobs or ()]
-        if event.finish_reason is not None:
+        if event.usage is not None:
             return event
     raise EngineLostError("the stream ended without a terminal event")
 
