@@ -21,6 +21,7 @@ from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError
 from loraplex_engine.fingerprint import fingerprint_model
 from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.lora.trial import make_trial
 from loraplex_engine.protocol import EngineStats
 from loraplex_engine.row_rule import check_row_rule
 from loraplex_engine.row_rule_verdict import recall_or_check
@@ -100,12 +101,13 @@ def assemble_engine(
     """
     cache = cache or cache_dir()
     model, sizes = load_model(config)
+    model_shape = ModelShape.from_config_json(config.model_dir / "config.json")
     lora = None
     if config.store_url is not None:
         try:
             lora = open_lora(
                 store_url=config.store_url,
-                shape=ModelShape.from_config_json(config.model_dir / "config.json"),
+                shape=model_shape,
                 cache_dir=cache,
                 max_loras=config.max_loras,
                 max_cpu_loras=config.max_cpu_loras,
@@ -152,7 +154,13 @@ def assemble_engine(
             "block_size": config.block_size,
             "max_rows": config.max_num_batched_tokens,
         },
-        lambda: check_row_rule(runner, max_rows=config.max_num_batched_tokens).holds,
+        lambda: (
+            check_row_rule(
+                runner,
+                lora=make_trial(lora, model_shape) if lora else None,
+                max_rows=config.max_num_batched_tokens,
+            ).holds
+        ),
     )
     facts = ReplicaFacts(
         model_fingerprint=fingerprint,

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from loraplex_engine.attention.base import AttentionBatch
+from loraplex_engine.lora.seam import LoraSite
+from loraplex_engine.lora.trial import LoraTrial
 from loraplex_engine.model.decoder import gated, rms_norm
 from loraplex_engine.model.linear import Linear
 from loraplex_engine.runner import ModelRunner
@@ -43,12 +45,15 @@ class RowRuleReport:
         return not self.failures
 
 
-def check_row_rule(runner: ModelRunner, *, max_rows: int = _MAX_ROWS) -> RowRuleReport:
+def check_row_rule(
+    runner: ModelRunner, *, lora: LoraTrial | None = None, max_rows: int = _MAX_ROWS
+) -> RowRuleReport:
     """Try every routine of `runner`; writes into its KV cache, so call it before the first request.
 
     Logs one warning if the rule fails.
 
     Args:
+        lora: the adapters' side of the engine, if it has one.
         max_rows: the most tokens that a step will have: tried too, when it is beyond `ROW_COUNTS`.
     """
     counts = ROW_COUNTS if max_rows <= _MAX_ROWS else (*ROW_COUNTS, max_rows)
@@ -56,7 +61,7 @@ def check_row_rule(runner: ModelRunner, *, max_rows: int = _MAX_ROWS) -> RowRule
     failures = []
     num_checks = 0
     with torch.inference_mode():
-        for name, is_equal in _checks(runner, counts):
+        for name, is_equal in _checks(runner, lora, counts):
             num_checks += 1
             if not is_equal:
                 failures.append(name)
@@ -72,7 +77,9 @@ def check_row_rule(runner: ModelRunner, *, max_rows: int = _MAX_ROWS) -> RowRule
     return report
 
 
-def _checks(runner: ModelRunner, counts: tuple[int, ...]) -> Iterator[tuple[str, bool]]:
+def _checks(
+    runner: ModelRunner, lora: LoraTrial | None, counts: tuple[int, ...]
+) -> Iterator[tuple[str, bool]]:
     generator = torch.Generator().manual_seed(0)
     dtype = runner.model.dtype
 
@@ -81,6 +88,8 @@ def _checks(runner: ModelRunner, counts: tuple[int, ...]) -> Iterator[tuple[str,
 
     yield from _check_linears(runner, draw, counts)
     yield from _check_elementwise(runner, draw, counts)
+    if lora is not None:
+        yield from _check_lora(lora, draw, counts)
     yield from _check_attention(runner, draw)
 
 
@@ -94,7 +103,9 @@ def _check_linears(
         by_shape.setdefault((linear.in_features, linear.out_features), linear)
     for (num_in, num_out), linear in by_shape.items():
         x_MK = draw(max(counts), num_in)
-        yield from _compare_counts(f"linear {num_in} -> {num_out}", linear, x_MK, counts)
+        yield from _compare_counts(
+            f"linear {num_in} -> {num_out}", _on_rows_of(x_MK, linear), counts
+        )
 
 
 def _check_elementwise(
@@ -113,21 +124,47 @@ def _check_elementwise(
 
     norm = padded(lambda x: rms_norm(x, weight, model.config.rms_norm_eps))
     hidden = draw(max(counts), model.config.hidden_size)
-    yield from _compare_counts("rms_norm", norm, hidden, counts)
-    width = 2 * model.config.intermediate_size
-    yield from _compare_counts("silu", padded(gated), draw(max(counts), width), counts)
+    yield from _compare_counts("rms_norm", _on_rows_of(hidden, norm), counts)
+    gates = draw(max(counts), 2 * model.config.intermediate_size)
+    yield from _compare_counts("silu", _on_rows_of(gates, padded(gated)), counts)
+
+
+def _check_lora(
+    trial: LoraTrial, draw: Callable[..., Tensor], counts: tuple[int, ...]
+) -> Iterator[tuple[str, bool]]:
+    num_rows = max(counts)
+    # Rows of every adapter and of none, in no order: what a row's neighbours are changes with the count.
+    slot_T = np.random.default_rng(0).integers(-1, trial.num_slots, num_rows).astype(np.int32)
+    for layout in trial.layouts:
+        x_TK, y_TN = draw(num_rows, layout.num_inputs), draw(num_rows, layout.num_outputs)
+
+        def add(
+            rows: slice, x_TK: Tensor = x_TK, y_TN: Tensor = y_TN, site: LoraSite = layout.site
+        ) -> Tensor:
+            out_TN = y_TN[rows].clone()
+            batch = trial.backend.prepare(slot_T[rows], 0)
+            if batch is not None:
+                trial.backend.add(out_TN, x_TK[rows], 0, site, batch)
+            return out_TN
+
+        yield from _compare_counts(f"lora {layout.site}", add, counts)
+
+
+def _on_rows_of(x_MK: Tensor, function: Callable[[Tensor], Tensor]) -> Callable[[slice], Tensor]:
+    return lambda rows: function(x_MK[rows])
 
 
 def _compare_counts(
-    name: str, function: Callable[[Tensor], Tensor], x_MK: Tensor, counts: tuple[int, ...]
+    name: str, run: Callable[[slice], Tensor], counts: tuple[int, ...]
 ) -> Iterator[tuple[str, bool]]:
     """Every row at every count, from the front and from the back, against all rows at once."""
-    reference = function(x_MK)
+    total = max(counts)
+    reference = run(slice(0, total))
     for count in counts:
-        is_equal = _same_bits(function(x_MK[:count]), reference[:count])
+        is_equal = _same_bits(run(slice(0, count)), reference[:count])
         if is_equal and count > 1:
             # From the back, rows stand at other places of the kernel's tiles; one place is enough at 1.
-            is_equal = _same_bits(function(x_MK[-count:]), reference[-count:])
+            is_equal = _same_bits(run(slice(total - count, total)), reference[total - count :])
         yield f"{name} at {count} rows", is_equal
 
 

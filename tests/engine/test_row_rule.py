@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 import torch
+from loraplex_engine.artifact import ModelShape
 from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.convert import cache_dir
+from loraplex_engine.lora.seam import LoraSite
+from loraplex_engine.lora.setup import open_lora
+from loraplex_engine.lora.trial import LoraTrial, make_trial
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.row_rule import ROW_COUNTS, check_row_rule
 from loraplex_engine.runner import ModelRunner, RunnerLimits
@@ -84,6 +91,49 @@ def test_the_largest_step_is_tried_too(runner: ModelRunner) -> None:
 
     assert check_row_rule(runner).holds
     assert not check_row_rule(runner, max_rows=160).holds
+
+
+@pytest.fixture(params=["native", "torch"])
+def trial(request: pytest.FixtureRequest, tmp_path: Path) -> LoraTrial:
+    write_tiny_model(tmp_path / "model", TinyShape(num_layers=1))
+    shape = ModelShape.from_config_json(tmp_path / "model" / "config.json")
+    lora = open_lora(
+        store_url=f"file://{tmp_path}/store",
+        shape=shape,
+        cache_dir=cache_dir(),
+        backend=request.param,
+    )
+    lora.pool.close()
+    return make_trial(lora, shape)
+
+
+def test_adapters_are_tried_as_well(runner: ModelRunner, trial: LoraTrial) -> None:
+    without, with_lora = check_row_rule(runner), check_row_rule(runner, lora=trial)
+
+    assert with_lora.failures == ()
+    assert with_lora.num_checks == without.num_checks + 4 * len(ROW_COUNTS)
+
+
+def test_a_delta_that_depends_on_company_is_found(runner: ModelRunner, trial: LoraTrial) -> None:
+    inner = trial.backend
+
+    class Leaky:
+        """The last row of three and more gets a whiff of another."""
+
+        prepare = staticmethod(inner.prepare)
+
+        def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: Any) -> None:
+            inner.add(y_TN, x_TK, layer, site, batch)
+            if site == "gate_up" and len(y_TN) > 2:
+                y_TN[-1] += 1e-6 * y_TN[0]
+
+    leaky = replace(trial, backend=Leaky())
+
+    failures = check_row_rule(runner, lora=leaky).failures
+
+    assert list(failures) == [
+        f"lora gate_up at {count} rows" for count in ROW_COUNTS if 2 < count < 130
+    ]
 
 
 @pytest.mark.parametrize("kind", ["batch", "chunk"])

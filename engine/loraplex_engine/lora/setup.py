@@ -12,10 +12,10 @@ from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.lora import LoraKernel
 
 from loraplex_engine.artifact import AdapterLimits, AdapterStore, ModelShape
-from loraplex_engine.lora.backend import NativeLora, TorchLora
+from loraplex_engine.lora.backend import NativeLora, SlotWeights, TorchLora
 from loraplex_engine.lora.pool import LoraPool
 from loraplex_engine.lora.seam import LoraBackend
-from loraplex_engine.lora.weights import pack_native, pack_torch
+from loraplex_engine.lora.weights import AdapterTensors, pack_native, pack_torch
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +29,8 @@ class Lora:
     pool: LoraPool[Any]
     backend: LoraBackend
     name: str
+    pack: Callable[[AdapterTensors, ModelShape], Any]
+    open_backend: Callable[[SlotWeights[Any]], LoraBackend]  # another one, over other slots
 
 
 def open_lora(
@@ -57,25 +59,24 @@ def open_lora(
         None if backend == "torch" else _load_kernel(cache_dir, is_required=backend == "native")
     )
 
-    def open_pool(pack: Callable[..., Any]) -> LoraPool[Any]:
-        return LoraPool(
-            store=AdapterStore(store_url),
-            shape=shape,
-            # A store holds what passed at upload, under its digest; whatever is finite is served, and
-            # an adapter that overflows harms nobody but its own rows.
-            limits=AdapterLimits(max_rank=max_lora_rank, max_norm=float("inf")),
-            pack=lambda artifact: pack(artifact, shape),
-            cache_dir=cache_dir / "adapters",
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
-            on_loaded=on_loaded,
-        )
+    def open_backend(slots: SlotWeights[Any]) -> LoraBackend:
+        return TorchLora(slots) if kernel is None else NativeLora(slots, shape, kernel)
 
-    if kernel is None:
-        pool = open_pool(pack_torch)
-        return Lora(pool, TorchLora(pool), TorchLora.name)
-    pool = open_pool(pack_native)
-    return Lora(pool, NativeLora(pool, shape, kernel), NativeLora.name)
+    pack: Callable[[AdapterTensors, ModelShape], Any]
+    pack, name = (pack_torch, TorchLora.name) if kernel is None else (pack_native, NativeLora.name)
+    pool = LoraPool(
+        store=AdapterStore(store_url),
+        shape=shape,
+        # A store holds what passed at upload, under its digest; whatever is finite is served, and
+        # an adapter that overflows harms nobody but its own rows.
+        limits=AdapterLimits(max_rank=max_lora_rank, max_norm=float("inf")),
+        pack=lambda artifact: pack(artifact, shape),
+        cache_dir=cache_dir / "adapters",
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
+        on_loaded=on_loaded,
+    )
+    return Lora(pool, open_backend(pool), name, pack, open_backend)
 
 
 def _load_kernel(cache_dir: Path, *, is_required: bool) -> LoraKernel | None:

@@ -7,8 +7,9 @@ moment an adapter is evicted, whatever the heap looks like by then.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,20 @@ import torch
 from loraplex_kernels.cpu.lora import SITE_DTYPE, blocked_outputs
 from torch import Tensor
 
-from loraplex_engine.artifact import AdapterArtifact, LoraPair, ModelShape, ModuleName, TensorView
+from loraplex_engine.artifact import LoraPair, ModelShape, ModuleName, TensorView
 from loraplex_engine.lora.sites import SITES, SiteLayout, site_layouts
 
 _ALIGNMENT: Final = 64
+
+
+class AdapterTensors(Protocol):
+    """What packing needs of an `AdapterArtifact`."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorView]: ...
+
+    @property
+    def pairs(self) -> Mapping[ModuleName, LoraPair]: ...
 
 
 def mapped_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -56,7 +67,7 @@ class TorchWeights:
     size_bytes: int
 
 
-def pack_torch(artifact: AdapterArtifact, shape: ModelShape) -> TorchWeights:
+def pack_torch(artifact: AdapterTensors, shape: ModelShape) -> TorchWeights:
     """Widen to fp32, exactly; the rank of each slice is padded with zeros to a multiple of 8.
 
     Padding is safe: a padded column of h is 0 * x summed, its row of B is 0, and 0 + d is d.
@@ -106,7 +117,7 @@ def _padded(rank: int) -> int:
 
 
 def _site_pairs(
-    artifact: AdapterArtifact, layer: int, layout: SiteLayout
+    artifact: AdapterTensors, layer: int, layout: SiteLayout
 ) -> list[tuple[LoraPair, int, int]]:
     """(pair, first output, outputs) of the slices of a site that the adapter has."""
     found = []
@@ -133,7 +144,7 @@ class NativeWeights:
         return self.memory.nbytes + self.sites.nbytes
 
 
-def pack_native(artifact: AdapterArtifact, shape: ModelShape) -> NativeWeights:
+def pack_native(artifact: AdapterTensors, shape: ModelShape) -> NativeWeights:
     """Lay out all sites one after another, in the order a step reads them."""
     is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
     layouts = site_layouts(shape)
