@@ -352,6 +352,46 @@ def test_our_adapters_equal_peft(tmp_path: Path, pytestconfig: pytest.Config) ->
     check_examples(2, 8, tmp_path, native_cache_dir(pytestconfig))
 
 
+# Of a token's log-probability, against transformers + PEFT in bf16 and in fp32 on the same tokens.
+BF16_BOUND = 0.25
+
+
+def check_examples_bf16(
+    num_prompts: int, num_tokens: int, scratch: Path, native_cache: Path
+) -> None:
+    """Our greedy tokens, scored by the oracle: bf16 may turn a near-tie, so tokens need not be equal."""
+    model_dir = smollm2_dir()
+    adapters = {name: EXAMPLES / name for name in NAMES}
+    jobs = [
+        Job(prompt, adapter)
+        for prompt in make_prompts(model_dir, num_prompts)
+        for adapter in (None, *NAMES)
+    ]
+    served = Served(model_dir, adapters, scratch, native_cache, num_threads=None, dtype="bfloat16")
+    try:
+        results = served.run(jobs, num_tokens)
+        assert served.engine.stats().max_adapters_in_step == len(NAMES)
+    finally:
+        served.engine.close()
+    for dtype in (torch.bfloat16, torch.float32):
+        oracle = PeftOracle(load_oracle(model_dir, dtype), adapters)
+        for job, result in zip(jobs, results, strict=True):
+            chosen, best = oracle.score(job.prompt, job.adapter, result.token_ids)
+            ours = torch.tensor(result.logprobs)
+            print(
+                dtype, job.adapter, float((ours - chosen).abs().max()), float((best - chosen).max())
+            )
+            assert (ours - chosen).abs().max() < BF16_BOUND, (dtype, job)
+            assert (best - chosen).max() < BF16_BOUND, (dtype, job)
+
+
+@pytest.mark.model
+def test_our_adapters_in_bf16_are_within_the_bound(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    check_examples_bf16(2, 8, tmp_path, native_cache_dir(pytestconfig))
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(3600)

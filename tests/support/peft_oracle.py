@@ -66,6 +66,26 @@ class PeftOracle:
         return self._greedy(prompt, num_tokens)
 
     @torch.inference_mode()
+    def score(
+        self, prompt: Sequence[int], adapter: str | None, token_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of given tokens after `prompt`, and the best ones at their places."""
+        if adapter is None:
+            with self._model.disable_adapter():
+                return self._score(prompt, token_ids)
+        self._model.set_adapter(adapter)
+        return self._score(prompt, token_ids)
+
+    def _score(
+        self, prompt: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.tensor([[*prompt, *token_ids[:-1]]])
+        logits = self._model(input_ids=inputs).logits[0, len(prompt) - 1 :]
+        distributions = logits.float().log_softmax(-1)
+        chosen = distributions.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        return chosen, distributions.amax(-1)
+
+    @torch.inference_mode()
     def _greedy(self, prompt: Sequence[int], num_tokens: int) -> Continuation:
         token_ids: list[int] = []
         logprobs: list[float] = []
