@@ -65,9 +65,9 @@ async def db(db_url: str) -> AsyncIterator[Database]:
     """A fresh database (loraplex_platform.db.session.Database) as serving processes see it."""
     from loraplex_platform.db.session import open_database
 
-    from tests.support.postgres import database_settings
+    from tests.support.postgres import database_settings, serving_url
 
-    async with open_database(database_settings(db_url)) as database:
+    async with open_database(database_settings(serving_url(db_url))) as database:
         yield database
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer.main
@@ -21,8 +22,8 @@ from loraplex_platform.local import services
 from loraplex_platform.settings import (
     ConsoleSettings,
     ControlSettings,
-    DatabaseSettings,
     GatewaySettings,
+    MigrationSettings,
     WorkerSettings,
 )
 from loraplex_platform.tenancy.keys import mint
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z_]+)(:[-?])?([^}]*)\}")
 OURS = ("migrate", "engine", "gateway", "control", "worker", "console", "model")
 SETTINGS: dict[str, type[BaseSettings]] = {
-    "migrate": DatabaseSettings,
+    "migrate": MigrationSettings,
     "gateway": GatewaySettings,
     "control": ControlSettings,
     "worker": WorkerSettings,
@@ -96,7 +97,7 @@ def test_every_secret_is_required_and_listed_in_the_example(compose: dict[str, A
         if line and not line.startswith("#")
     )
 
-    assert len(secret_names) == 8
+    assert len(secret_names) == 9
     assert {variables[name] for name in secret_names} == {":?"}
     assert example == dict.fromkeys({*secret_names, "LORAPLEX_ADMIN_EMAIL"}, "")
     # No value stands in the file itself.
@@ -135,6 +136,19 @@ def test_a_filled_in_environment_is_what_the_process_needs(
     known = {f"LORAPLEX_{name.upper()}" for name in type(settings).model_fields}
     # A misspelt variable would be ignored in silence.
     assert set(environment) <= known
+
+
+@pytest.mark.parametrize("service", ["gateway", "control", "worker"])
+def test_no_serving_process_has_the_owners_login(compose: dict[str, Any], service: str) -> None:
+    migrate, serving = filled_in(compose, "migrate"), filled_in(compose, service)
+    owner, login = (urlsplit(env["LORAPLEX_DATABASE_URL"]) for env in (migrate, serving))
+
+    assert (login.username, login.password) == (
+        migrate["LORAPLEX_SERVE_ROLE"],
+        migrate["LORAPLEX_SERVE_PASSWORD"],
+    )
+    assert login.username != owner.username
+    assert owner.password not in serving.values()
 
 
 def test_the_engine_gets_what_it_needs_and_listens_on_the_shared_socket(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -20,6 +21,13 @@ def _strong(value: SecretStr) -> SecretStr:
     if len(text) < MIN_SECRET_CHARS or len(set(text)) < 8:
         raise ValueError(f"must be at least {MIN_SECRET_CHARS} random characters")
     return value
+
+
+def with_login(url: str, user: str, password: str | None = None) -> str:
+    """The Postgres at `url`, reached as somebody else."""
+    parts = urlsplit(url)
+    login = quote(user, safe="") + ("" if password is None else ":" + quote(password, safe=""))
+    return urlunsplit(parts._replace(netloc=f"{login}@{parts.netloc.rpartition('@')[2]}"))
 
 
 Secret = Annotated[SecretStr, AfterValidator(_strong)]
@@ -47,6 +55,13 @@ class DatabaseSettings(_Settings):
             if url.startswith(scheme):
                 return "postgresql+psycopg://" + url.removeprefix(scheme)
         return url
+
+
+class MigrationSettings(DatabaseSettings):
+    """The schema's owner, and the login that it makes for the serving processes."""
+
+    serve_role: str | None = None  # None: an administrator makes it, or nobody
+    serve_password: SecretStr | None = None  # None: the server knows them otherwise, as by peer
 
 
 class ModelSettings(_Settings):

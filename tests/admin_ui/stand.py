@@ -43,6 +43,7 @@ from tests.platform.control.stand import (
 from tests.platform.gateway import stand as gateway_stand
 from tests.platform.gateway import tiny_model
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.postgres import serving_url
 from tests.support.processes import until
 
 PASSWORD = "correct horse battery"
@@ -174,7 +175,7 @@ async def _platform(
         app = create_app(settings, passwords=cheap_passwords())
         await stack.enter_async_context(app.router.lifespan_context(app))
         worker = WorkerSettings.model_validate(
-            {"database_url": db_url, "redis_url": redis_url, "journal_interval_s": 0.2}
+            {"database_url": serving_url(db_url), "redis_url": redis_url, "journal_interval_s": 0.2}
         )
         await stack.enter_async_context(open_worker(worker))
         await until(lambda: gateway.router.num_ready > 0)

@@ -15,10 +15,16 @@ from pathlib import Path
 import psycopg
 from loraplex_platform.db import migrate
 from loraplex_platform.local.embedded import EmbeddedServer, start_postgres
-from loraplex_platform.settings import DatabaseSettings
+from loraplex_platform.settings import DatabaseSettings, MigrationSettings, with_login
 from psycopg import sql
 
 _TEMPLATE = "loraplex_template"
+SERVE_ROLE = "loraplex_serve"
+
+
+def serving_url(owner_url: str) -> str:
+    """What a serving process gets: the same database through the login that `migrate` made."""
+    return with_login(owner_url, SERVE_ROLE)
 
 
 def database_settings(url: str, **overrides: object) -> DatabaseSettings:
@@ -66,6 +72,11 @@ class PostgresServer:
         try:
             self._create(_TEMPLATE)
             migrate.upgrade(database_settings(self.url_of(_TEMPLATE)))
+            migrate.ensure_serving_role(
+                MigrationSettings.model_validate(
+                    {"database_url": self.url_of(_TEMPLATE), "serve_role": SERVE_ROLE}
+                )
+            )
         except BaseException:
             self.stop()
             raise

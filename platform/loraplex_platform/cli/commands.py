@@ -62,7 +62,18 @@ def up(
     database_url: Annotated[
         str | None,
         typer.Option(
-            envvar="LORAPLEX_DATABASE_URL", show_default="an embedded Postgres", help="Postgres."
+            envvar="LORAPLEX_DATABASE_URL",
+            show_default="an embedded Postgres",
+            help="Postgres, through a login that may make tables and roles.",
+        ),
+    ] = None,
+    serve_database_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LORAPLEX_SERVE_DATABASE_URL",
+            show_default="one made at the start",
+            help="The same Postgres through the login of the serving processes, a member of the "
+            "role loraplex_app and of no other.",
         ),
     ] = None,
     redis_url: Annotated[
@@ -119,6 +130,7 @@ def up(
         console_port=None if no_console else console_port,
         model=model,
         database_url=database_url,
+        serve_database_url=serve_database_url,
         redis_url=redis_url,
         demo=demo,
         force_unsafe_demo=force_unsafe_demo,

@@ -54,6 +54,7 @@ def _explain(error: Exception) -> int | None:
         ("loraplex_platform.control.main", "ControlStartError"),
         ("loraplex_platform.db.session", "DatabaseUnavailableError"),
         ("loraplex_platform.db.migrate", "SchemaMismatchError"),
+        ("loraplex_platform.db.migrate", "ServingRoleError"),
     )
     is_expected = isinstance(error, CommandError) or any(_is_a(error, *name) for name in expected)
     if not is_expected:

@@ -135,12 +135,17 @@ def console(host: HostOption = None, port: PortOption = None) -> None:
 def migrate() -> None:
     """Bring the database schema up to date; safe to run from several places at once.
 
-    Needs LORAPLEX_DATABASE_URL, of a role that owns the database.
+    Needs LORAPLEX_DATABASE_URL, of a role that owns the database. With
+    LORAPLEX_SERVE_ROLE it also makes the login of the serving processes, with
+    LORAPLEX_SERVE_PASSWORD: their LORAPLEX_DATABASE_URL should name that one,
+    so that none of them can change the books.
     """
-    from loraplex_platform.db.migrate import upgrade
-    from loraplex_platform.settings import DatabaseSettings
+    from loraplex_platform.db.migrate import ensure_serving_role, upgrade
+    from loraplex_platform.settings import MigrationSettings
 
-    revision = upgrade(DatabaseSettings())  # type: ignore[call-arg] # filled from the environment
+    settings = MigrationSettings()  # type: ignore[call-arg] # filled from the environment
+    revision = upgrade(settings)
+    ensure_serving_role(settings)
     typer.echo(f"The schema is at revision {revision}.")
 
 

@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
+import psycopg
 import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from psycopg import sql
 from sqlalchemy import Connection, create_engine, exc, pool, text
 
 from loraplex_platform.db.session import DatabaseUnavailableError
-from loraplex_platform.settings import DatabaseSettings
+from loraplex_platform.settings import DatabaseSettings, MigrationSettings
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +52,10 @@ class SchemaMismatchError(Exception):
         self.state = state
 
 
+class ServingRoleError(Exception):
+    """The login meant for the serving processes is not fit for them; the message says why."""
+
+
 def include_name(name: str | None, kind: str, parents: object) -> bool:
     """What `alembic check` compares: all but the partitions, which the database makes itself."""
     del parents
@@ -71,6 +78,68 @@ def upgrade(settings: DatabaseSettings, revision: str = "head") -> str:
             raise SchemaMismatchError(state, found, head_revision())
         command.upgrade(_config(connection), revision)
         return _revision(connection) or "none"
+
+
+def ensure_serving_role(settings: MigrationSettings) -> None:
+    """The login of the serving processes: a member of the runtime role, and of nothing else.
+
+    They set that role themselves, but whoever holds their login may reset it: what it may do then is
+    what it owns and inherits, which is nothing more. Safe to repeat; the password follows the settings.
+
+    Raises:
+        DatabaseUnavailableError: it cannot be reached.
+        ServingRoleError: a role of that name exists and may do more.
+    """
+    if settings.serve_role is None:
+        return
+    name = sql.Identifier(settings.serve_role)
+    password = None
+    if settings.serve_password is not None:
+        password = settings.serve_password.get_secret_value()
+    with _owner_connection(settings) as connection, _locked(connection):
+        driver = cast(psycopg.Connection, connection.connection.driver_connection)
+        found = driver.execute(_ROLE_FACTS, [settings.serve_role]).fetchone()
+        if found is not None and found[0]:
+            raise ServingRoleError(
+                f"The role {settings.serve_role} may do more than serve ({found[0]}): name another "
+                "one in LORAPLEX_SERVE_ROLE, or take that away."
+            )
+        # Scrambled here: a statement may end up in the server's log.
+        scrambled = None
+        if password is not None:
+            scrambled = driver.pgconn.encrypt_password(
+                password.encode(), settings.serve_role.encode(), b"scram-sha-256"
+            ).decode()
+        try:
+            if found is None:
+                driver.execute(sql.SQL("create role {} login").format(name))
+            driver.execute(sql.SQL("grant loraplex_app to {}").format(name))
+            driver.execute(
+                sql.SQL("alter role {} login password {}").format(name, sql.Literal(scrambled))
+            )
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise ServingRoleError(
+                f"The owner's login may not make the role {settings.serve_role} ({error.diag.message_primary})"
+                ". Let it (alter role ... createrole), or have an administrator make a login that is a "
+                "member of loraplex_app, and give that one to the serving processes: as their "
+                "LORAPLEX_DATABASE_URL, or to `loraplex up` as --serve-database-url."
+            ) from error
+        driver.commit()
+
+
+# What a role could do beyond the runtime role's rights, or null. No row: there is no such role.
+_ROLE_FACTS = """
+select concat_ws(', ',
+    case when rolsuper then 'superuser' end,
+    case when rolcreaterole then 'createrole' end,
+    case when rolcreatedb then 'createdb' end,
+    case when rolbypassrls or rolreplication then 'replication or bypassrls' end,
+    (select string_agg('member of ' || g.rolname, ', ') from pg_auth_members m
+        join pg_roles g on g.oid = m.roleid
+        where m.member = r.oid and g.rolname <> 'loraplex_app'),
+    (select 'owner of ' || min(relname) from pg_class where relowner = r.oid))
+from pg_roles r where rolname = %s
+"""
 
 
 def downgrade(settings: DatabaseSettings, revision: str) -> None:

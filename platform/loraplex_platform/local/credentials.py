@@ -23,6 +23,10 @@ class Credentials:
     salt_key: str = field(repr=False)
     session_key: str = field(repr=False)
     admin_key: str = field(repr=False)
+    # Whom the serving processes log in to Postgres as. `loraplex migrate` brings the role in line at
+    # every start, so these two are made anew where they are missing.
+    serve_role: str
+    serve_password: str = field(repr=False)
 
 
 def load_or_make(path: Path) -> Credentials:
@@ -34,22 +38,34 @@ def load_or_make(path: Path) -> Credentials:
         SettingError: the file is damaged, or others may read it.
     """
     content = read_json(path)
+    login = {
+        # One server may hold the databases of several data directories: each has a login of its own.
+        "serve_role": f"loraplex_serve_{secrets.token_hex(4)}",
+        "serve_password": secrets.token_urlsafe(SECRET_BYTES),
+    }
     if content is None:
         made = Credentials(
             key_pepper=secrets.token_urlsafe(SECRET_BYTES),
             salt_key=secrets.token_urlsafe(SECRET_BYTES),
             session_key=secrets.token_urlsafe(SECRET_BYTES),
             admin_key=_mint_admin_key(),
+            **login,
         )
         write_private(path, asdict(made))
         return made
     if path.stat().st_mode & 0o077:
         raise SettingError(f"{path} may be read by others: chmod 600 {path}")
+    is_renewed = not login.keys() <= content.keys()
+    if is_renewed:
+        content = {**content, **login}
     names = [item.name for item in fields(Credentials)]
     missing = [name for name in names if not isinstance(content.get(name), str)]
     if missing:
         raise SettingError(f"{path} lacks {', '.join(missing)}: restore it from a backup")
-    return Credentials(**{name: content[name] for name in names})
+    found = Credentials(**{name: content[name] for name in names})
+    if is_renewed:
+        write_private(path, asdict(found))
+    return found
 
 
 def _mint_admin_key() -> str:

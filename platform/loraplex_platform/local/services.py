@@ -24,6 +24,7 @@ from loraplex_platform.local.readiness import (
     http_ok_at_port_file,
 )
 from loraplex_platform.local.supervisor import Service
+from loraplex_platform.settings import with_login
 
 # How long a stream may go on after Ctrl-C. A person waits at the terminal: shorter than a cluster's.
 DRAIN_GRACE_S = 10.0
@@ -43,6 +44,7 @@ class FleetOptions:
     model_dir: Path
     base_model: str
     database_url: str | None = None  # None: embedded
+    serve_database_url: str | None = None  # None: through a login that `migrate` makes
     redis_url: str | None = None
     engine_flags: tuple[str, ...] = ()
 
@@ -100,7 +102,7 @@ class Fleet:
             Service(
                 name="migrate",
                 command=lambda: _loraplex("migrate"),
-                env=lambda: self._env({"LORAPLEX_DATABASE_URL": self.database_url()}),
+                env=lambda: self._env(self._migrate_settings()),
                 is_ready=at_once,
                 after=on_postgres,
                 is_task=True,
@@ -152,7 +154,7 @@ class Fleet:
         return services
 
     def database_url(self) -> str:
-        """The external Postgres, or the embedded one once it runs."""
+        """The external Postgres, or the embedded one once it runs: the owner's login."""
         return self._options.database_url or self._embedded_url("postgres")
 
     def redis_url(self) -> str:
@@ -171,9 +173,23 @@ class Fleet:
         }
         return {**base, **settings}
 
+    def _migrate_settings(self) -> dict[str, str]:
+        settings = {"LORAPLEX_DATABASE_URL": self.database_url()}
+        if self._options.serve_database_url is None:
+            settings["LORAPLEX_SERVE_ROLE"] = self._credentials.serve_role
+            settings["LORAPLEX_SERVE_PASSWORD"] = self._credentials.serve_password
+        return settings
+
+    def _serving_url(self) -> str:
+        """The same Postgres through a login that can change nothing in the books."""
+        made = self._credentials
+        return self._options.serve_database_url or with_login(
+            self.database_url(), made.serve_role, made.serve_password
+        )
+
     def _data_stores(self) -> dict[str, str]:
         return {
-            "LORAPLEX_DATABASE_URL": self.database_url(),
+            "LORAPLEX_DATABASE_URL": self._serving_url(),
             "LORAPLEX_REDIS_URL": self.redis_url(),
         }
 

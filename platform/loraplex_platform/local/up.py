@@ -43,6 +43,7 @@ class UpOptions:
     console_port: int | None  # None: --no-console
     model: str
     database_url: str | None
+    serve_database_url: str | None
     redis_url: str | None
     demo: bool
     force_unsafe_demo: bool
@@ -60,6 +61,11 @@ def run_up(options: UpOptions, console: Console) -> int:
             f"--demo makes keys and a login that are shown on this terminal, and --host {options.host} "
             "lets other machines in: leave --host out, start without --demo, or, if you are sure, add "
             "--force-unsafe-demo"
+        )
+    if options.serve_database_url is not None and options.database_url is None:
+        raise SettingError(
+            "--serve-database-url is another login to an external Postgres: give its owner's as "
+            "--database-url, or leave both out"
         )
     data_dir = DataDir.create(options.data_dir)
     with data_dir.lock():
@@ -118,6 +124,7 @@ class _Run:
             model_dir=model.folder,
             base_model=model.name,
             database_url=options.database_url,
+            serve_database_url=options.serve_database_url,
             redis_url=options.redis_url,
             engine_flags=options.engine_flags,
         )

@@ -225,13 +225,19 @@ _RULES = (
     ),
     _Rule(
         "books_are_append_only",
-        "The serving role can neither change nor delete ledger, attempts, journals and audit log",
+        "No login that serves can change or delete ledger, attempts, journals and audit log",
+        # The role is what a process sets for itself, and may reset; its login is what it cannot shed.
         """
         select name as id, privilege || ' is granted to loraplex_app' as detail
         from unnest(array['ledger', 'attempts', 'engine_usage', 'audit_log']) as name,
             unnest(array['UPDATE', 'DELETE', 'TRUNCATE']) as privilege
         where to_regrole('loraplex_app') is not null
             and has_table_privilege('loraplex_app', name, privilege)
+        union all
+        select session_user::text, 'serves, and may become the owner of ' || relname || ': '
+            || 'see `loraplex migrate --help`'
+        from pg_class
+        where oid = to_regclass('ledger') and pg_has_role(session_user, relowner, 'MEMBER')
         """,
     ),
     _Rule(

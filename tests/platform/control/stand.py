@@ -31,7 +31,7 @@ from tests.platform.gateway import tiny_model
 from tests.support.adapter_files import TINY_SHAPE, encode_tensors, lora_config, lora_tensors
 from tests.support.fake_engine import FakeEngine
 from tests.support.metering import PEPPER
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 BASE = "tiny-base"
 ADMIN_KEY = keys.mint("ak").secret
@@ -66,7 +66,7 @@ def write_model(folder: Path) -> Path:
 def settings_for(db_url: str, redis_url: str, folder: Path, **overrides: Any) -> ControlSettings:
     """Settings that do not depend on the environment."""
     values: dict[str, Any] = {
-        "database_url": db_url,
+        "database_url": serving_url(db_url),
         "redis_url": redis_url,
         "model_dir": folder / "model",
         "base_model": BASE,
@@ -116,7 +116,9 @@ class Stand:
         write_model(folder / "model")
         settings = settings_for(db_url, redis_url, folder, **overrides)
         async with AsyncExitStack() as stack:
-            db = await stack.enter_async_context(open_database(database_settings(db_url)))
+            db = await stack.enter_async_context(
+                open_database(database_settings(serving_url(db_url)))
+            )
             engine = await stack.enter_async_context(
                 FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
             )

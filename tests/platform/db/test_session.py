@@ -32,7 +32,7 @@ async def test_connections_run_as_the_role_with_a_timeout_in_utc(db: Database) -
     async with db.sessions() as session:
         row = (await session.execute(text(f"select {names}"))).one()
 
-    assert tuple(row) == ("loraplex_app", "postgres", "15s", "UTC")
+    assert tuple(row) == ("loraplex_app", "loraplex_serve", "15s", "UTC")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,18 @@ async def test_connections_run_as_the_role_with_a_timeout_in_utc(db: Database) -
         "update alembic_version set version_num = '0'",
     ],
 )
-async def test_the_serving_role_may_not(db: Database, statement: str) -> None:
+@pytest.mark.parametrize("role", ["loraplex_app", "none"])
+async def test_the_serving_role_may_not(db: Database, role: str, statement: str) -> None:
     async with db.sessions() as session:
+        await session.execute(text(f"set role {role}"))  # what the options set can be reset
         with pytest.raises(exc.ProgrammingError, match=r"permission denied|must be owner"):
+            await session.execute(text(statement))
+
+
+@pytest.mark.parametrize("statement", ["set role postgres", "set session authorization postgres"])
+async def test_the_serving_login_cannot_become_the_owner(db: Database, statement: str) -> None:
+    async with db.sessions() as session:
+        with pytest.raises(exc.ProgrammingError, match="permission denied"):
             await session.execute(text(statement))
 
 

@@ -55,7 +55,7 @@ from sqlalchemy.dialects.postgresql import insert
 from tests.platform.gateway import tiny_model
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.metering import PEPPER, Customer, add_customer
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 BASE = "tiny-base"
 DEADLINE_S = 10.0
@@ -98,7 +98,9 @@ class Stand:
         """Two tenants: acme with deployment `pirate`, globex with `secret/plan:1`, and the base."""
         settings = settings_for(db_url, redis_url, folder, **overrides)
         async with contextlib.AsyncExitStack() as stack:
-            db = await stack.enter_async_context(open_database(database_settings(db_url)))
+            db = await stack.enter_async_context(
+                open_database(database_settings(serving_url(db_url)))
+            )
             customer = await add_customer(db, "acme")
             stranger = await add_customer(db, "globex")
             base_id = await add_base(db)
@@ -227,7 +229,7 @@ async def check_invariants(db: Database, engine: FakeEngine) -> None:
 def settings_for(db_url: str, redis_url: str, folder: Path, **overrides: Any) -> GatewaySettings:
     """Settings that do not depend on the environment."""
     values: dict[str, Any] = {
-        "database_url": db_url,
+        "database_url": serving_url(db_url),
         "redis_url": redis_url,
         "model_dir": tiny_model.write(folder / "model"),
         "base_model": BASE,

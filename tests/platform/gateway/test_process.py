@@ -27,7 +27,7 @@ from tests.platform.gateway.stand import (
 )
 from tests.support.fake_engine import FakeEngine
 from tests.support.metering import PEPPER, Customer, add_customer
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 _RUN = """
 import sys
@@ -56,14 +56,14 @@ async def _running(
 ) -> AsyncIterator[_Process]:
     port_file = folder / "port"
     async with (
-        open_database(database_settings(db_url)) as db,
+        open_database(database_settings(serving_url(db_url))) as db,
         FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400) as engine,
     ):
         customer = await add_customer(db)
         await deploy(db, await add_base(db), None, BASE)
         announce(redis_url, engine)
         environment = os.environ | {
-            "LORAPLEX_DATABASE_URL": db_url,
+            "LORAPLEX_DATABASE_URL": serving_url(db_url),
             "LORAPLEX_REDIS_URL": redis_url,
             "LORAPLEX_MODEL_DIR": str(tiny_model.write(folder / "model")),
             "LORAPLEX_BASE_MODEL": BASE,

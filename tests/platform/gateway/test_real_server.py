@@ -33,7 +33,7 @@ from tests.platform.gateway.stand import (
     settings_for,
 )
 from tests.support.metering import add_customer
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ async def test_every_ending_agrees_with_the_engines_journal(
     settings = settings_for(db_url, redis_url, short_tmp_path)
     async with (
         _engine_process(short_tmp_path, redis_url) as address,
-        open_database(database_settings(db_url)) as db,
+        open_database(database_settings(serving_url(db_url))) as db,
         open_gateway(settings) as gateway,
         serving(gateway) as url,
     ):

@@ -136,9 +136,13 @@ def test_secrets_are_made_once_and_never_shown(tmp_path: Path) -> None:
 
     assert first == second
     assert mode(path) == 0o600
-    assert len(set(json.loads(path.read_text()).values())) == 4
+    assert len(set(json.loads(path.read_text()).values())) == 6
     assert first.admin_key.startswith("lpx_ak_")
-    for secret in (first.key_pepper, first.salt_key, first.session_key, first.admin_key):
+    secret_values = (
+        *(first.key_pepper, first.salt_key, first.session_key),
+        *(first.admin_key, first.serve_password),
+    )
+    for secret in secret_values:
         assert len(secret) >= 32
         assert secret not in repr(first)
 
@@ -161,3 +165,18 @@ def test_a_lost_pepper_is_an_error_not_a_new_one(tmp_path: Path) -> None:
 
     with pytest.raises(SettingError, match="lacks key_pepper"):
         credentials.load_or_make(path)
+
+
+def test_a_missing_database_login_is_made_anew_once(tmp_path: Path) -> None:
+    path = tmp_path / "secrets.json"
+    first = credentials.load_or_make(path)
+    content = json.loads(path.read_text())
+    del content["serve_role"], content["serve_password"]
+    write_private(path, content)
+
+    second, third = credentials.load_or_make(path), credentials.load_or_make(path)
+
+    assert second == third
+    assert second.serve_role != first.serve_role
+    assert second.key_pepper == first.key_pepper
+    assert mode(path) == 0o600

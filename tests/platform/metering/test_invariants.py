@@ -11,7 +11,7 @@ from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import InvariantReport, check_invariants
 
 from tests.support.metering import Customer, add_customer, reservation, settlement
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 if TYPE_CHECKING:
     from tests.support.postgres import PostgresServer
@@ -208,7 +208,7 @@ async def test_changes_of_the_schema_break_their_checks(postgres_server: Postgre
     with postgres_server.clone() as url:
         as_owner(url, "grant delete on ledger to loraplex_app")
         as_owner(url, "drop table " + _this_month(url, "requests"))
-        async with open_database(database_settings(url)) as db:
+        async with open_database(database_settings(serving_url(url))) as db:
             await settled(db, await add_customer(db))
 
             report = await check_invariants(db.sessions)
@@ -217,6 +217,15 @@ async def test_changes_of_the_schema_break_their_checks(postgres_server: Postgre
     details = {check.name: check.offenders for check in report.checks}
     assert details["books_are_append_only"] == ["ledger"]
     assert "requests_default" in details["partitions_are_ahead"]
+
+
+async def test_a_process_that_logs_in_as_the_owner_is_found_out(db_url: str) -> None:
+    async with open_database(database_settings(db_url)) as db:
+        report = await check_invariants(db.sessions)
+
+    assert broken(report) == {"books_are_append_only"}
+    details = {check.name: check.offenders for check in report.checks}
+    assert details["books_are_append_only"] == ["postgres"]
 
 
 def _this_month(url: str, parent: str) -> str:

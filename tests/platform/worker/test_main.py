@@ -32,6 +32,7 @@ from structlog.testing import capture_logs
 from tests.support.engines import replica_record
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.metering import add_customer, reservation, run_sql
+from tests.support.postgres import serving_url
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -108,7 +109,9 @@ async def test_a_worker_finds_the_engine_settles_and_ends_in_order(
         notices.close()
 
         with (
-            worker(short_tmp_path, database_url=db_url, redis_url=redis_url) as process,
+            worker(
+                short_tmp_path, database_url=serving_url(db_url), redis_url=redis_url
+            ) as process,
             psycopg.connect(db_url, autocommit=True) as owner,
         ):
             # The engine lives in this event loop: waiting must not block it.
