@@ -7,6 +7,7 @@ Units: a block is `block_size` tokens; memory is bytes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,10 +15,13 @@ from typing import Literal, get_args
 from loraplex_engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
+Speculative = Literal["off", "auto", "ngram"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
 MAX_BLOCK_SIZE = 512
 MAX_LORA_RANK = 512
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,24 @@ class EngineConfig:
     max_waiting: int = 256  # queued requests; more are refused
     long_prefill_token_threshold: int | None = None  # per row and step; None: no bound
     kv_watermark: float = 0.02  # share of blocks kept free for running rows when admitting
+    prefix_cache: bool = True  # keep what was computed and find it again, per tenant and adapter
+    # Of all blocks, what each tenant's cached ones may take while others need room; None: an equal share.
+    prefix_cache_tenant_share: float | None = None
+    public_prefix_file: Path | None = None  # prefixes that all tenants share: `kv.public_prefix`
     max_loras: int = 16  # adapter slots: most distinct adapters in a step
     max_cpu_loras: int = 64  # adapters kept in host memory, those in slots included
+    max_cpu_lora_bytes: int = 1024**3  # memory they may take
+    adapter_idle_s: float | None = None  # unused for so long, an adapter leaves host memory; None: never
+    adapter_cache_bytes: int = 10 * 1024**3  # disk for copies of a remote store's adapters
+    pinned_adapters: tuple[str, ...] = ()  # digests, loaded at start and kept in host memory
     max_lora_rank: int = 64
     store_url: str | None = None  # fsspec URL of the adapter store; None: base model only
     num_threads: int | None = None  # None: from the cgroup quota
+    # Guess tokens from what was said before. auto: when measured to pay; ngram: always. The text is the same.
+    speculative: Speculative = "auto"
+    num_speculative_tokens: int = 7  # most guesses per row and step
+    ngram_min: int = 2  # shortest repetition to guess from, in tokens
+    ngram_max: int = 4  # longest that is looked for
 
     def __post_init__(self) -> None:
         if not self.base_model:
@@ -53,6 +70,9 @@ class EngineConfig:
         if self.dtype not in get_args(DType):
             choices = ", ".join(get_args(DType))
             raise ConfigError(f"dtype is {self.dtype!r}: choose one of {choices}")
+        if self.speculative not in get_args(Speculative):
+            choices = ", ".join(get_args(Speculative))
+            raise ConfigError(f"speculative is {self.speculative!r}: choose one of {choices}")
         for name in (
             "block_size",
             "max_num_batched_tokens",
@@ -60,7 +80,11 @@ class EngineConfig:
             "max_waiting",
             "max_loras",
             "max_cpu_loras",
+            "max_cpu_lora_bytes",
+            "adapter_cache_bytes",
             "max_lora_rank",
+            "num_speculative_tokens",
+            "ngram_min",
         ):
             _require_positive(name, getattr(self, name))
         for name in (
@@ -92,8 +116,34 @@ class EngineConfig:
                 f"max_cpu_loras is {self.max_cpu_loras}, below max_loras {self.max_loras}: "
                 "an adapter in a slot is in host memory too; raise the first or lower the second"
             )
+        if self.adapter_idle_s is not None and not self.adapter_idle_s > 0:
+            raise ConfigError(
+                f"adapter_idle_s is {self.adapter_idle_s}: use seconds above 0, or leave it out for never"
+            )
+        _check_pins(self)
         if self.max_lora_rank > MAX_LORA_RANK:
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}: lower it to {MAX_LORA_RANK}")
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}: "
+                f"lower it to {MAX_SPECULATIVE_TOKENS}, or use speculative=off for none"
+            )
+        if self.ngram_max < self.ngram_min:
+            raise ConfigError(
+                f"ngram_max is {self.ngram_max}, below ngram_min {self.ngram_min}: "
+                "raise the first or lower the second"
+            )
+        share = self.prefix_cache_tenant_share
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"prefix_cache_tenant_share is {share}: use a share above 0 and up to 1, or leave it out"
+                " for an equal one"
+            )
+        if self.public_prefix_file is not None and not self.prefix_cache:
+            raise ConfigError(
+                "public_prefix_file declares what is shared in the prefix cache, which is off: leave"
+                " one of the two out"
+            )
         if not 0.0 <= self.kv_watermark <= 0.5:
             raise ConfigError(f"kv_watermark is {self.kv_watermark}: use a share between 0 and 0.5")
 
@@ -162,6 +212,23 @@ class EngineSizes:
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of keys and values that one token leaves in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes
+
+
+def _check_pins(config: EngineConfig) -> None:
+    for digest in config.pinned_adapters:
+        if _DIGEST.fullmatch(digest) is None:
+            raise ConfigError(
+                f"pinned_adapters has {digest[:80]!r}: use digests, 'sha256:' and 64 hex digits"
+            )
+    if config.pinned_adapters and config.store_url is None:
+        raise ConfigError("pinned_adapters needs store_url: there is nothing to load them from")
+    max_pins = config.max_cpu_loras - config.max_loras
+    if len(set(config.pinned_adapters)) > max_pins:
+        raise ConfigError(
+            f"pinned_adapters has {len(set(config.pinned_adapters))} digests, but max_cpu_loras "
+            f"{config.max_cpu_loras} less max_loras {config.max_loras} leaves {max_pins} places: "
+            "raise max_cpu_loras or pin fewer"
+        )
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine's listening socket, closed by default: a private unix socket, or TCP with CURVE.
+"""The engine's listening sockets, closed by default: a private unix socket, or TCP with CURVE.
 
 * `ipc:///dir/name`: the folder must be ours and 0700 (it is made so when missing), and a lock beside
   the socket keeps a second engine from taking the address over, which ZeroMQ would let it.
@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 MAX_IPC_PATH_BYTES = 107
 MAX_FRAME_BYTES = 4 * 1024**2  # a prompt of 800,000 tokens; longer: disconnected
 SEND_QUEUE_FRAMES = 20_000  # per gateway; one that lets so many pile up is cut off
+SEND_QUEUE_BATCHES = 1000  # of events, per subscriber; one that is further behind misses some
+MAX_SUBSCRIPTION_BYTES = 256
 FAREWELL_MS = 1000  # how long closing may wait to hand over the last frames
 _ZAP_DOMAIN = b"loraplex"
 
@@ -32,10 +34,14 @@ class _Authenticator(Protocol):
     def stop(self) -> None: ...
 
 
-class Endpoint:
-    """A bound ROUTER with its context. Made on one thread, then used and closed by one other.
+class ProtectedSocket:
+    """A bound socket with its context. Made on one thread, then used and closed by one other.
 
     `address` is where it listens, a TCP port of 0 resolved; `public_key` (Z85) is set on TCP.
+
+    Args:
+        kind: ZeroMQ's socket type.
+        flag: the setting that `address` comes from, for messages.
 
     Raises:
         ConfigError: see the module's header; or the address is in use.
@@ -45,6 +51,8 @@ class Endpoint:
         self,
         address: str,
         *,
+        kind: int,
+        flag: str,
         curve_secret_key_file: Path | None = None,
         curve_allowed_keys_file: Path | None = None,
     ) -> None:
@@ -52,31 +60,33 @@ class Endpoint:
         self._lock_fd: int | None = None
         self._authenticator: _Authenticator | None = None
         self._context = zmq.Context()
-        self.router = self._context.socket(zmq.ROUTER)
+        self.socket: zmq.Socket[bytes] = self._context.socket(kind)
         try:
-            self.router.linger = FAREWELL_MS
-            self.router.maxmsgsize = MAX_FRAME_BYTES
-            self.router.sndhwm = SEND_QUEUE_FRAMES
-            # A frame that cannot be delivered is an error, never dropped in silence.
-            self.router.router_mandatory = True
+            self.socket.linger = FAREWELL_MS
+            self.socket.maxmsgsize = MAX_FRAME_BYTES
+            self.socket.sndhwm = SEND_QUEUE_FRAMES
+            self._set_up()
             if address.startswith("ipc://"):
-                self._lock_fd = _claim_ipc_path(address)
+                self._lock_fd = _claim_ipc_path(address, flag)
             elif address.startswith("tcp://"):
                 self._require_curve(curve_secret_key_file, curve_allowed_keys_file)
             else:
-                raise ConfigError(f"--address {address}: use ipc:///path or tcp://host:port")
-            self.router.bind(address)
+                raise ConfigError(f"{flag} {address}: use ipc:///path or tcp://host:port")
+            self.socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"--address {address}: cannot listen there ({error})") from error
+            raise ConfigError(f"{flag} {address}: cannot listen there ({error})") from error
         except ConfigError:
             self.close()
             raise
-        self.address = self.router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def _set_up(self) -> None:
+        """Options of the kind, before it is bound."""
 
     def close(self) -> None:
         """Hand over what is queued, for at most a second, and stop listening."""
-        self.router.close()
+        self.socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -99,21 +109,76 @@ class Endpoint:
         authenticator.configure_curve_callback(
             domain=_ZAP_DOMAIN.decode(), credentials_provider=allow_list
         )
-        self.router.zap_domain = _ZAP_DOMAIN
-        self.router.curve_server = True
-        self.router.curve_publickey = keys.public_key
-        self.router.curve_secretkey = keys.secret_key
+        self.socket.zap_domain = _ZAP_DOMAIN
+        self.socket.curve_server = True
+        self.socket.curve_publickey = keys.public_key
+        self.socket.curve_secretkey = keys.secret_key
         self.public_key = keys.public_key.decode()
 
 
-def _claim_ipc_path(address: str) -> int:
+class Endpoint(ProtectedSocket):
+    """Where gateways send requests: a ROUTER."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        curve_secret_key_file: Path | None = None,
+        curve_allowed_keys_file: Path | None = None,
+    ) -> None:
+        super().__init__(
+            address,
+            kind=zmq.ROUTER,
+            flag="--address",
+            curve_secret_key_file=curve_secret_key_file,
+            curve_allowed_keys_file=curve_allowed_keys_file,
+        )
+
+    @property
+    def router(self) -> zmq.Socket[bytes]:
+        return self.socket
+
+    def _set_up(self) -> None:
+        # A frame that cannot be delivered is an error, never dropped in silence.
+        self.socket.router_mandatory = True
+
+
+class EventsEndpoint(ProtectedSocket):
+    """Where block events are published: a PUB that is told of subscriptions.
+
+    Names of cached blocks tell a stranger little, but when they come and go is traffic analysis of
+    every tenant: so it is as closed as the other.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        curve_secret_key_file: Path | None = None,
+        curve_allowed_keys_file: Path | None = None,
+    ) -> None:
+        super().__init__(
+            address,
+            kind=zmq.XPUB,
+            flag="--events-address",
+            curve_secret_key_file=curve_secret_key_file,
+            curve_allowed_keys_file=curve_allowed_keys_file,
+        )
+
+    def _set_up(self) -> None:
+        self.socket.maxmsgsize = MAX_SUBSCRIPTION_BYTES
+        self.socket.sndhwm = SEND_QUEUE_BATCHES
+        self.socket.xpub_verbose = True  # a second subscription is how one asks for a snapshot
+
+
+def _claim_ipc_path(address: str, flag: str) -> int:
     """Check or make the folder and take the lock; returns the lock's descriptor."""
     path = Path(address.removeprefix("ipc://"))
     if not path.is_absolute():
-        raise ConfigError(f"--address {address}: give an absolute path, ipc:///dir/engine.sock")
+        raise ConfigError(f"{flag} {address}: give an absolute path, ipc:///dir/engine.sock")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ConfigError(
-            f"--address {address}: the path is {len(os.fsencode(path))} bytes long and unix"
+            f"{flag} {address}: the path is {len(os.fsencode(path))} bytes long and unix"
             f" sockets allow {MAX_IPC_PATH_BYTES}; use a shorter folder"
         )
     folder = path.parent
@@ -122,17 +187,17 @@ def _claim_ipc_path(address: str) -> int:
         stat = folder.stat()
         if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
             raise ConfigError(
-                f"--address {address}: {folder} must belong to this user and be closed to others"
+                f"{flag} {address}: {folder} must belong to this user and be closed to others"
                 f" (chmod 700); whoever reaches the socket can run requests as any tenant"
             )
         lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"--address {address}: {error}") from error
+        raise ConfigError(f"{flag} {address}: {error}") from error
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock_fd)
         raise ConfigError(
-            f"--address {address}: another engine listens there; stop it or use another path"
+            f"{flag} {address}: another engine listens there; stop it or use another path"
         ) from None
     return lock_fd

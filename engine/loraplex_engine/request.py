@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from loraplex_engine.kv.hashing import BlockChain
 from loraplex_engine.protocol import FinishReason, Generate, SamplingParams, Usage
 
 Identity = tuple[str, int]  # (request_id, attempt)
@@ -24,6 +25,16 @@ class RequestStatus(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"  # ran, lost its row, waits to resume
     FINISHED = "finished"
+
+
+class BlockReason(Enum):
+    """Why a waiting request was passed over, while those behind it are served."""
+
+    ADAPTER_LOADING = "adapter_loading"
+    ADAPTER_SLOT = "adapter_slot"  # loaded, but every slot is leased
+    PARTIAL_PREFILLS = "partial_prefills"  # it is long, and enough long ones are under way
+    PREFIX = "prefix"  # another request is computing the prefix that they share
+    GRAMMAR = "grammar"  # being compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,7 @@ class Request:
     seq: int  # order of arrival in this engine; the key of its block table
     generate: Generate
     stop_ids: frozenset[int]  # tokens that end it: its stop ids, and EOS unless ignored
+    arrived_at_unix_s: float = 0.0
     token_ids: list[int] = field(init=False)  # prompt, then what was sampled
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
@@ -50,6 +62,18 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1
     adapter_slot: int = BASE_SLOT
+    num_preemptions: int = 0
+    num_skips: int = 0  # steps in which it was passed over, being blocked
+    blocked_on: BlockReason | None = None  # at the last look; None: nothing but its turn and room
+    # What fair policies keep here, for want of a cheaper place.
+    num_charged_tokens: int = 0  # of its known tokens, those that its tenant's account was charged
+    served_priority: int | None = None  # the class it runs in, if a turn lifted it above its own
+    # Of one request's n choices; all of them, this one included (empty: it is the only one).
+    choice: int = 0
+    siblings: list[Request] = field(default_factory=list, repr=False)
+    chain: BlockChain | None = field(default=None, repr=False)  # names of its blocks, for the cache
+    was_admitted: bool = False  # ever
+    num_cached_tokens: int = 0  # prompt tokens found when the first of the choices was admitted
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.generate.prompt_token_ids)
@@ -58,6 +82,11 @@ class Request:
     @property
     def identity(self) -> Identity:
         return (self.generate.request_id, self.generate.attempt)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it, or another choice of the same request, has ever run."""
+        return self.was_admitted or any(sibling.was_admitted for sibling in self.siblings)
 
     @property
     def sampling(self) -> SamplingParams:

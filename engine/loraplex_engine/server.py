@@ -9,6 +9,7 @@ Owns the order of things and the exit code; the work is elsewhere:
 | gateway-port | `gateway_port.py` | the ZeroMQ socket and the journal |
 | health-http | `health.py` | /live /ready /metrics |
 | registry | `registry.py` | the replica's record in Redis |
+| block-events | `event_publisher.py` | what the prefix cache holds, for routers |
 
 SIGTERM or SIGINT: new requests are refused with `draining`, running ones get `drain_grace_s` to
 finish, what is left then ends as an error with its usage journaled, exit 0. A second signal ends the
@@ -33,9 +34,11 @@ import msgspec
 import psutil
 import structlog
 
+from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.endpoint import Endpoint, EventsEndpoint
 from loraplex_engine.errors import ConfigError, ModelError
+from loraplex_engine.event_publisher import BlockEventPublisher
 from loraplex_engine.gateway_port import GatewayPort
 from loraplex_engine.health import STALL_LIMIT_S, HealthServer, Watchdog
 from loraplex_engine.journal import Journal
@@ -61,6 +64,7 @@ class ServerOptions:
     journal_dir: Path
     advertise_address: str | None = None  # what gateways connect to; None: `address`
     redis_url: str | None = None
+    events_address: str | None = None  # where cached blocks are published; None: nowhere
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     metrics_port_file: Path | None = None
@@ -103,7 +107,12 @@ class EngineServer:
         self._facts: ReplicaFacts | None = None
         self._process = psutil.Process()
         self._metrics = EngineMetrics(config.base_model)
-        self._loop = StepLoop(build, self._publish, observe_step=self._metrics.observe_step)
+        self._loop = StepLoop(
+            build,
+            self._publish,
+            observe_step=self._metrics.observe_step,
+            observe_load=self._metrics.observe_adapter_load,
+        )
         self._watchdog = Watchdog(self._loop.stalled_s, limit_s=options.stall_limit_s)
         self._registry = (
             ReplicaRegistry(options.redis_url, self._describe) if options.redis_url else None
@@ -124,6 +133,8 @@ class EngineServer:
                 curve_secret_key_file=options.curve_secret_key_file,
                 curve_allowed_keys_file=options.curve_allowed_keys_file,
             )
+            undo.callback(self._endpoint.close)
+            self._block_events = self._open_block_events(options)
             undo.pop_all()
         self._port = GatewayPort(
             self._endpoint,
@@ -171,6 +182,8 @@ class EngineServer:
                 self._health.close()
                 self._journal.close()
                 self._endpoint.close()
+                if self._block_events is not None:
+                    self._block_events.close()
                 raise
         self._health.start()
         log.info(
@@ -181,9 +194,21 @@ class EngineServer:
             pid=os.getpid(),
         )
         self._port.start()
+        if self._block_events is not None:
+            self._block_events.start()
         self._loop.start()
         if self._registry is not None:
             self._registry.start()
+
+    @property
+    def publish_block_event(self) -> Callable[[BlockEvent], None] | None:
+        """What the engine is to tell of changes in its prefix cache; None: nobody."""
+        return None if self._block_events is None else self._block_events.post
+
+    @property
+    def events_address(self) -> str | None:
+        """Where block events are published, a TCP port of 0 resolved."""
+        return None if self._block_events is None else self._block_events.address
 
     def stats(self) -> EngineStats | None:
         """The step loop's last snapshot, with what this process knows of itself."""
@@ -244,6 +269,8 @@ class EngineServer:
         is_hopeless = is_loading or self._port.is_stalled
         has_stopped = self._loop.stop(timeout_s=0.0 if is_hopeless else _FLUSH_S)
         self._port.stop()
+        if self._block_events is not None:
+            self._block_events.close()
         failure = self._port.failure
         if failure is None and not has_stopped and not is_loading:
             failure = "the step loop did not end"
@@ -257,6 +284,18 @@ class EngineServer:
             return EXIT_USAGE if is_setting else EXIT_FAILED  # a restart does not mend a setting
         log.info("engine_stopped")
         return EXIT_OK
+
+    def _open_block_events(self, options: ServerOptions) -> BlockEventPublisher | None:
+        if options.events_address is None:
+            return None
+        endpoint = EventsEndpoint(
+            options.events_address,
+            curve_secret_key_file=options.curve_secret_key_file,
+            curve_allowed_keys_file=options.curve_allowed_keys_file,
+        )
+        return BlockEventPublisher(
+            endpoint, replica_id=options.replica_id, incarnation=self._incarnation
+        )
 
     # ------------------------------------------------------------------ what we say of ourselves
 

@@ -1,23 +1,69 @@
-"""Block tables: which blocks hold each sequence's keys and values, in order.
+"""Block tables: which blocks hold each sequence's keys and values, in order; and what they share.
 
-Owns the tables; the blocks belong to `BlockPool`. A table only grows, until it is freed whole.
+Owns the tables; block numbers belong to `BlockPool`, names to `PrefixCache`. A table only grows, until it
+is freed whole, last block first, so that the start of a sequence is evicted last.
+
+A request finds what it need not compute (`lookup`), takes its blocks (`admit`), and says what has been
+written and is sound (`commit`): only then can others find a block. What it finds is
+* the longest run of its full blocks that the prefix cache knows, or
+* another choice of the same request that has computed their prompt: its full blocks are shared, and the
+  one that is partly filled is copied, since each choice goes on writing in it.
+The last known token is always computed, because its logits are what the next one is drawn from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from loraplex_engine.kv.block_pool import BlockPool
+from loraplex_engine.kv.hashing import BlockChain
+from loraplex_engine.kv.prefix_cache import PrefixCache
+from loraplex_engine.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request that is to be admitted finds. Good until the next call that changes a table."""
+
+    num_tokens: int = 0  # need not be computed
+    blocks: tuple[int, ...] = ()  # to be shared
+    copy_from: int | None = None  # the block that follows, to be copied
+    num_idle: int = 0  # of the shared blocks: free so far
+    # Somebody is computing what comes next: to wait is cheaper than to compute it as well. Whoever it is
+    # runs, and loses the promise with its blocks, so nobody waits for what never comes.
+    is_coming: bool = False
+
+
+NO_HIT = Hit()
+
+
+@dataclass(slots=True)
+class _Table:
+    blocks: list[int]
+    chain: BlockChain | None = None
+    num_written: int = 0  # tokens whose keys and values are in the blocks, and sound
+    num_settled: int = 0  # leading blocks that can be found, or need not
+    num_expected: int = 0  # blocks up to here, from the settled ones on, are promised to others
 
 
 class KvManager:
-    """Tables by an integer key that the caller chooses (the request's `seq`)."""
+    """Tables by an integer key: the request's `seq`.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    Args:
+        cache: None: nothing is found but what choices of one request share.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, cache: PrefixCache | None = None
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}: a block holds at least one token")
+        if cache is not None and cache.hasher.block_size != block_size:
+            raise ValueError(f"the cache names blocks of {cache.hasher.block_size} tokens")
         self._pool = pool
-        self._tables: dict[int, list[int]] = {}
+        self._cache = cache
+        self._tables: dict[int, _Table] = {}
         self.block_size = block_size
 
     @property
@@ -26,11 +72,22 @@ class KvManager:
 
     @property
     def num_free(self) -> int:
+        """Blocks in nobody's table, those with cached contents included."""
         return self._pool.num_free
 
     @property
     def num_tables(self) -> int:
         return len(self._tables)
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache, once per request."""
+        return 0 if self._cache is None else self._cache.num_query_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Those of them that were found."""
+        return 0 if self._cache is None else self._cache.num_hit_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks `num_tokens` tokens take."""
@@ -38,7 +95,8 @@ class KvManager:
 
     def num_blocks_of(self, key: int) -> int:
         """The length of `key`'s table; 0 when it has none."""
-        return len(self._tables.get(key, ()))
+        table = self._tables.get(key)
+        return 0 if table is None else len(table.blocks)
 
     def grow(self, key: int, num_tokens: int) -> list[int] | None:
         """Make `key`'s table hold `num_tokens` tokens in all.
@@ -47,16 +105,16 @@ class KvManager:
             The blocks appended, possibly none; None when too few are free (nothing has changed).
         """
         table = self._tables.get(key)
-        missing = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)
+        missing = self.blocks_for(num_tokens) - (len(table.blocks) if table is not None else 0)
         if missing <= 0:
             return []
         if missing > self._pool.num_free:
             return None
-        blocks = self._pool.take(missing)
+        blocks = self._take(missing)
         if table is None:
-            self._tables[key] = blocks.copy()
+            self._tables[key] = _Table(blocks.copy())
         else:
-            table.extend(blocks)
+            table.blocks.extend(blocks)
         return blocks
 
     def free(self, key: int) -> None:
@@ -65,12 +123,169 @@ class KvManager:
         Raises:
             KeyError: there is no such table.
         """
-        self._pool.release(reversed(self._tables.pop(key)))
+        table = self._tables.pop(key)
+        if self._cache is None or table.chain is None:
+            self._pool.release(reversed(table.blocks))
+            return
+        for name in table.chain.names[table.num_settled : table.num_expected]:
+            self._cache.stop_expecting(name)
+        for block in reversed(table.blocks):
+            self._pool.release((block,))
+            if self._cache.is_named(block) and self._pool.num_holders(block) == 0:
+                self._cache.note_idle(block)
+
+    # ------------------------------------------------------------------ sharing
+
+    def lookup(self, request: Request) -> Hit:
+        """What a request without a table would find now."""
+        hit = self._find_cached(request)
+        # Choices of one request: once a neighbour has the whole prompt, only its last token is left.
+        if len(request.siblings) > 1 and hit.num_tokens < request.num_prompt_tokens - 1:
+            for sibling in request.siblings:
+                if sibling is request or sibling.status is not RequestStatus.RUNNING:
+                    continue
+                if self._tables[sibling.seq].num_written >= request.num_prompt_tokens:
+                    return self._fork_from(sibling, request.num_prompt_tokens - 1)
+                hit = Hit(is_coming=True)
+        return hit
+
+    def num_missing(self, hit: Hit, num_tokens: int) -> int:
+        """Blocks that fewer are free once a request with this hit has room for `num_tokens`."""
+        return self.blocks_for(num_tokens) - len(hit.blocks) + hit.num_idle
+
+    def admit(
+        self, request: Request, hit: Hit, num_tokens: int
+    ) -> tuple[list[int], tuple[int, int] | None]:
+        """Make the table of a request that is to run: what it found, and new blocks up to `num_tokens`.
+
+        There must be room (`num_missing`). Counts the look-up, for the first time that the request (or
+        another choice of it) is admitted.
+
+        Returns:
+            All its blocks; and which block is to be copied into which before anything is computed.
+        """
+        assert request.seq not in self._tables, f"{request.identity} has a table"
+        for block in hit.blocks:
+            if self._cache is not None and self._cache.is_idle(block):
+                self._cache.note_held(block)
+        self._pool.share(hit.blocks)
+        blocks = [*hit.blocks, *self._take(self.blocks_for(num_tokens) - len(hit.blocks))]
+        copy = None if hit.copy_from is None else (hit.copy_from, blocks[len(hit.blocks)])
+        table = _Table(
+            blocks,
+            request.chain,
+            num_written=hit.num_tokens,
+            num_settled=len(hit.blocks),
+            num_expected=len(hit.blocks),
+        )
+        self._tables[request.seq] = table
+        if self._cache is not None and request.chain is not None:
+            table.num_expected = max(table.num_settled, request.num_tokens // self.block_size)
+            request.chain.extend(request.token_ids, table.num_expected)
+            for name in request.chain.names[table.num_settled : table.num_expected]:
+                self._cache.expect(name)
+            if not request.has_begun:
+                request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+                self._cache.num_query_tokens += request.num_prompt_tokens
+                self._cache.num_hit_tokens += request.num_cached_tokens
+        request.was_admitted = True
+        return blocks.copy(), copy
+
+    def commit(self, request: Request, num_written: int) -> None:
+        """The first `num_written` tokens of a running request are in its blocks and sound: those blocks
+        that they fill can be found from here on.
+        """
+        table = self._tables[request.seq]
+        assert num_written >= table.num_written, "what was written does not go away"
+        assert num_written <= request.num_tokens, "only known tokens are written for good"
+        table.num_written = num_written
+        chain, cache = table.chain, self._cache
+        if chain is None or cache is None:
+            return
+        num_full = num_written // self.block_size
+        chain.extend(request.token_ids, num_full)
+        for index in range(table.num_settled, num_full):
+            if cache.store(chain, index, table.blocks[index]):
+                self._pool.keep(table.blocks[index])
+            if index < table.num_expected:
+                cache.stop_expecting(chain.names[index])
+            table.num_settled = index + 1
+        table.num_expected = max(table.num_expected, table.num_settled)
+
+    def forget_cached(self) -> None:
+        """Empty the prefix cache; running requests keep their blocks."""
+        if self._cache is not None:
+            for block in self._cache.clear():
+                self._pool.unkeep(block)
+
+    def _find_cached(self, request: Request) -> Hit:
+        cache = self._cache
+        if cache is None or not request.generate.tenant_salt:
+            return NO_HIT  # without a salt there is no telling whose it is
+        if request.chain is None:
+            request.chain = self._chain_of(request, cache)
+        limit = (request.num_tokens - 1) // self.block_size
+        names = request.chain.names
+        request.chain.extend(request.token_ids, limit)
+        blocks = cache.find(names, limit)
+        return Hit(
+            num_tokens=len(blocks) * self.block_size,
+            blocks=tuple(blocks),
+            num_idle=sum(self._pool.num_holders(block) == 0 for block in blocks),
+            is_coming=len(blocks) < limit and cache.is_expected(names[len(blocks)]),
+        )
+
+    def _chain_of(self, request: Request, cache: PrefixCache) -> BlockChain:
+        for sibling in request.siblings:
+            if sibling.chain is not None:
+                return sibling.chain.fork(request.num_prompt_tokens // self.block_size)
+        generate = request.generate
+        return cache.hasher.chain(
+            generate.prompt_token_ids,
+            owner=generate.tenant_id,
+            salt=generate.tenant_salt,
+            adapter_digest=generate.adapter_digest,
+        )
+
+    def _fork_from(self, sibling: Request, num_tokens: int) -> Hit:
+        table = self._tables[sibling.seq]
+        num_full, rest = divmod(num_tokens, self.block_size)
+        return Hit(
+            num_tokens=num_tokens,
+            blocks=tuple(table.blocks[:num_full]),
+            copy_from=table.blocks[num_full] if rest else None,
+        )
+
+    def _take(self, count: int) -> list[int]:
+        """`count` free blocks; cached contents go only when no others are free."""
+        missing = count - self._pool.num_listed
+        if missing > 0 and self._cache is not None:
+            for block in self._cache.evict(missing):
+                self._pool.unkeep(block)
+        return self._pool.take(count)
 
     def check(self) -> None:
-        """Assert the pool's invariants, and that blocks have as many holders as tables name them."""
-        self._pool.check()
-        held = Counter(block for table in self._tables.values() for block in table)
-        for block in range(self._pool.num_blocks):
-            holders = self._pool.num_holders(block)
+        """Assert the pool's and the cache's invariants, and that they and the tables agree."""
+        pool, cache = self._pool, self._cache
+        pool.check()
+        held = Counter(block for table in self._tables.values() for block in table.blocks)
+        for block in range(pool.num_blocks):
+            holders = pool.num_holders(block)
             assert holders >= held[block], f"block {block}: {held[block]} tables, {holders} holders"
+        if cache is None:
+            return
+        cache.check()
+        promised = 0
+        for block in range(pool.num_blocks):
+            assert pool.is_kept(block) == cache.is_named(block), f"block {block}: named or kept"
+            is_idle = cache.is_named(block) and pool.num_holders(block) == 0
+            assert cache.is_idle(block) == is_idle, f"block {block}: idle or held"
+        for table in self._tables.values():
+            assert table.num_settled <= table.num_expected <= len(table.blocks)
+            if table.chain is not None:
+                promised += table.num_expected - table.num_settled
+                assert table.num_settled >= table.num_written // self.block_size
+                for index, block in enumerate(table.blocks):
+                    name = cache.name_of(block)
+                    assert name in (None, *table.chain.names[index : index + 1]), "a stale name"
+        assert promised == cache.num_expected, "a promise outlived its request"
