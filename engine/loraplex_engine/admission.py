@@ -10,10 +10,24 @@ import re
 from dataclasses import dataclass
 
 from loraplex_engine.errors import InvalidRequestError, NeverFitsError
-from loraplex_engine.protocol import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Generate, SamplingParams
+from loraplex_engine.protocol import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    Generate,
+    SamplingParams,
+)
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")  # it becomes a path in the adapter store
 _INT32_MAX = 2**31 - 1
+MAX_PENALTY = 2.0  # presence and frequency; OpenAI's range
+MAX_LOGIT_BIAS = 100.0  # OpenAI's range
+# Beyond these a penalty is a ban or a certainty, which allowed and bad words say better.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_ID_CHARS = 64  # a UUID has 36; ids go into the journal, whose records are bounded
 
 
@@ -72,31 +86,78 @@ def check_request(generate: Generate, limits: ModelLimits, num_kv_slots: int) ->
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {sampling.max_tokens}: it must be at least 1")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequestError(
-            f"temperature is {sampling.temperature}: it must be finite and at least 0"
-        )
+    for field, value, lowest, highest in (
+        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+    ):
+        _check_number(field, value, lowest, highest)
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
     if not 0 <= sampling.top_k <= _INT32_MAX:
         raise InvalidRequestError(f"top_k is {sampling.top_k}: it must be 0 (off) or more")
     if not 0 <= sampling.seed < 2**64:
         raise InvalidRequestError(f"seed is {sampling.seed}: it must be an unsigned 64-bit number")
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+    if not 1 <= sampling.n <= MAX_CHOICES:
+        raise InvalidRequestError(f"n is {sampling.n}: it must be between 1 and {MAX_CHOICES}")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise InvalidRequestError(
-            f"stop_token_ids has {len(sampling.stop_token_ids)} entries: at most {MAX_STOP_TOKEN_IDS}"
-        )
-    if sampling.stop_token_ids:
-        _check_ids(
-            "stop_token_ids",
-            min(sampling.stop_token_ids),
-            max(sampling.stop_token_ids),
-            vocab_size,
+            f"min_tokens is {sampling.min_tokens}: it must be between 0 and max_tokens,"
+            f" {sampling.max_tokens}"
         )
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
         raise InvalidRequestError(
             f"logprobs is {sampling.logprobs}: it must be between 0 and {MAX_LOGPROBS}"
         )
+    grammar = sampling.grammar
+    if grammar is not None and len(grammar.value) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"grammar has {len(grammar.value)} characters: at most {MAX_GRAMMAR_CHARS}"
+        )
+    _check_id_lists(sampling, vocab_size)
+
+
+def _check_id_lists(sampling: SamplingParams, vocab_size: int) -> None:
+    for field, size, most in (
+        ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
+        ("allowed_token_ids", len(sampling.allowed_token_ids), vocab_size),
+        ("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES),
+        ("bad_words_token_ids", len(sampling.bad_words_token_ids), MAX_BAD_WORDS),
+    ):
+        if size > most:
+            raise InvalidRequestError(f"{field} has {size} entries: at most {most}")
+    for word in sampling.bad_words_token_ids:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words_token_ids holds a sequence of {len(word)} tokens: between 1 and"
+                f" {MAX_BAD_WORD_TOKENS}"
+            )
+    for field, ids in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logit_bias", tuple(sampling.logit_bias)),
+        *(("bad_words_token_ids", word) for word in sampling.bad_words_token_ids),
+    ):
+        if ids:
+            _check_ids(field, min(ids), max(ids), vocab_size)
+    for bias in sampling.logit_bias.values():
+        _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_number(field: str, value: float, lowest: float, highest: float) -> None:
+    """NaN is in no range, infinity in none either."""
+    if not (math.isfinite(value) and lowest <= value <= highest):
+        bounds = f"at least {lowest:g}"
+        if math.isfinite(highest):
+            bounds = f"between {lowest:g} and {highest:g}"
+        raise InvalidRequestError(f"{field} is {value}: it must be finite and {bounds}")
 
 
 def _check_ids(field: str, lowest: int, highest: int, vocab_size: int) -> None:

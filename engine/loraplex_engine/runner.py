@@ -24,8 +24,9 @@ from loraplex_engine.lora.seam import LoraBackend, LoraBatch
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
 from loraplex_engine.protocol import SamplingParams
-from loraplex_engine.sampling.sampler import Sampled, sample
-from loraplex_engine.step import NewRow, Step, StepResult
+from loraplex_engine.sampling.edits import NEUTRAL, RowRules
+from loraplex_engine.sampling.sampler import SampleRow, sample
+from loraplex_engine.step import NewRow, Step, StepResult, UInt32Array
 from loraplex_engine.threads import usable_cpus
 
 _NO_SLOT = -1
@@ -79,6 +80,10 @@ class ModelRunner:
         self._block_table = np.zeros((rows, blocks), np.int32)
         self._adapter_slot = np.full(rows, _NO_SLOT, np.int32)
         self._params: list[SamplingParams | None] = [None] * rows
+        self._rules = [NEUTRAL] * rows  # of the parameters, for the sampler
+        # One that the model cannot sample is nothing to ban.
+        size = model.config.num_token_ids
+        self._eos_token_ids = tuple(i for i in model.config.eos_token_ids if 0 <= i < size)
         shape = attention.kv_shape(limits.num_blocks)
         # Not zeroed: pages that no block has used yet take no memory.
         self.kv_layers = [torch.empty(shape, dtype=model.dtype) for _ in model.layers]
@@ -102,6 +107,7 @@ class ModelRunner:
     def _apply(self, step: Step) -> None:
         for row in step.freed_rows:
             self._params[row] = None
+            self._rules[row] = NEUTRAL
             self._num_known[row] = 0
             self._adapter_slot[row] = _NO_SLOT
         for new in step.new_rows:
@@ -118,6 +124,7 @@ class ModelRunner:
         self._block_table[new.row, : len(new.block_ids)] = new.block_ids
         self._adapter_slot[new.row] = new.adapter_slot
         self._params[new.row] = new.sampling
+        self._rules[new.row] = RowRules.of(new.sampling, self._eos_token_ids)
 
     # ------------------------------------------------------------------ one step
 
@@ -160,7 +167,13 @@ class ModelRunner:
             return StepResult(step.step_id, tokens, is_finite_B)
         row_R = step.rows_B[entry_R]
         logits_RV = self.model.logits(hidden_TH, torch.from_numpy(last_R.astype(np.int64)))
-        sampled = self._draw(logits_RV, row_R)
+        rows_R = []
+        for entry, row in zip(entry_R.tolist(), row_R.tolist(), strict=True):
+            mask = step.token_masks.get(entry)
+            rows_R.append(
+                self._sample_row(row, int(self._num_known[row]), None if mask is None else mask[0])
+            )
+        sampled = sample(logits_RV.float().numpy(), rows_R)
         known_R = self._num_known[row_R]
         self._token_ids[row_R, known_R] = sampled.token_ids_R
         self._num_known[row_R] = known_R + 1
@@ -168,16 +181,22 @@ class ModelRunner:
             tokens[entry] = (token_id,)
         is_finite_B[entry_R] = sampled.is_finite_R
         logprobs = {int(entry_R[index]): (value,) for index, value in sampled.logprobs.items()}
-        return StepResult(step.step_id, tokens, is_finite_B, logprobs)
+        stuck = entry_R[sampled.is_stuck_R].tolist()
+        return StepResult(step.step_id, tokens, is_finite_B, logprobs, stuck)
 
-    def _draw(self, logits_RV: Tensor, row_R: np.ndarray) -> Sampled:
-        params_R = []
-        for row in row_R:
-            params = self._params[row]
-            assert params is not None, f"row {row} samples but holds no request"
-            params_R.append(params)
-        position_R = (self._num_known - self._num_prompt)[row_R]
-        return sample(logits_RV.float().numpy(), params_R, position_R.tolist())
+    def _sample_row(self, row: int, num_known: int, mask: UInt32Array | None) -> SampleRow:
+        """The position after the first `num_known` tokens of a row; its history is a view."""
+        params = self._params[row]
+        assert params is not None, f"row {row} samples but holds no request"
+        num_prompt = int(self._num_prompt[row])
+        return SampleRow(
+            params=params,
+            position=num_known - num_prompt,
+            token_ids=self._token_ids[row, :num_known],
+            num_prompt_tokens=num_prompt,
+            mask=mask,
+            rules=self._rules[row],
+        )
 
 
 def load_model(config: EngineConfig) -> tuple[Decoder, EngineSizes]:

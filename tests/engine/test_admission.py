@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from loraplex_engine.admission import ModelLimits, check_request
 from loraplex_engine.errors import InvalidRequestError, NeverFitsError
+from loraplex_engine.protocol import Grammar
 
 from tests.support.engine_fakes import EOS, VOCAB_SIZE, digest, make_request
 
@@ -63,6 +64,44 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         ({"stop_token_ids": (1,) * 65}, "stop_token_ids has 65 entries: at most 64"),
         ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids holds 97"),
         ({"stop_token_ids": (-2,)}, "stop_token_ids holds -2"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"min_p": 1.5}, "min_p is 1.5: it must be finite and between 0 and 1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1: .* between -2 and 2"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty is -inf"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: .* between 0.01 and 100"),
+        ({"repetition_penalty": 1e30}, r"repetition_penalty is 1e\+30"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds 97"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias holds -1"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias is 100.5"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias is nan"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias is inf"),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias has 1025 entries: at most 1024",
+        ),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 5}, "min_tokens is 5: it must be between 0 and max_tokens, 4"),
+        ({"bad_words_token_ids": ((),)}, "bad_words_token_ids holds a sequence of 0 tokens"),
+        ({"bad_words_token_ids": ((1,) * 33,)}, "bad_words_token_ids holds a sequence of 33"),
+        (
+            {"bad_words_token_ids": ((1,),) * 257},
+            "bad_words_token_ids has 257 entries: at most 256",
+        ),
+        ({"bad_words_token_ids": ((1,), (2, VOCAB_SIZE))}, "bad_words_token_ids holds 97"),
+        ({"bad_words_token_ids": ((-3, 2),)}, "bad_words_token_ids holds -3"),
+        ({"allowed_token_ids": (1, VOCAB_SIZE)}, "allowed_token_ids holds 97"),
+        ({"allowed_token_ids": (-1,)}, "allowed_token_ids holds -1"),
+        ({"allowed_token_ids": (1,) * 98}, "allowed_token_ids has 98 entries: at most 97"),
+        ({"n": 0}, "n is 0: it must be between 1 and 16"),
+        ({"n": 17}, "n is 17"),
+        (
+            {"grammar": Grammar(kind="regex", value="a" * (256 * 1024 + 1))},
+            "grammar has 262145 characters: at most 262144",
+        ),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logprobs": 21}, "logprobs is 21: it must be between 0 and 20"),
     ],
@@ -80,6 +119,10 @@ def test_bad_sampling_is_refused_by_name(sampling: dict[str, Any], message: str)
         {"logprobs": 0},
         {"logprobs": 20, "stop_token_ids": tuple(range(64))},
         {"max_tokens": 61},
+        {"min_tokens": 4, "n": 16, "min_p": 1.0, "allowed_token_ids": tuple(range(VOCAB_SIZE))},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
+        {"logit_bias": {0: -100.0, VOCAB_SIZE - 1: 100.0}, "repetition_penalty": 100.0},
+        {"bad_words_token_ids": ((1,) * 32,) * 256},
     ],
 )
 def test_the_edges_of_the_ranges_are_accepted(sampling: dict[str, Any]) -> None:

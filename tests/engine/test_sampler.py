@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from loraplex_engine.protocol import SamplingParams
+from loraplex_engine.sampling.filters import kept_ids
 from loraplex_engine.sampling.noise import gumbel, random_bits
-from loraplex_engine.sampling.sampler import kept_ids, sample, token_logprobs
+from loraplex_engine.sampling.sampler import Sampled, SampleRow, token_logprobs
+from loraplex_engine.sampling.sampler import sample as sample_rows
 
 VOCAB = 4_000
 
@@ -19,6 +22,17 @@ def params(**fields: object) -> SamplingParams:
 
 
 GREEDY = params(temperature=0.0)
+
+
+def sample(
+    logits_RV: np.ndarray, params_R: Sequence[SamplingParams], position_R: Sequence[int]
+) -> Sampled:
+    """One token per row, of rows whose history does not matter."""
+    rows = [
+        SampleRow(row_params, position, np.ones(1 + position, np.int64), 1)
+        for row_params, position in zip(params_R, position_R, strict=True)
+    ]
+    return sample_rows(logits_RV, rows)
 
 
 def logits_of(num_rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) -> np.ndarray:
