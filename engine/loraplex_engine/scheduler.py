@@ -3,6 +3,15 @@
 Owns who runs: rows, block tables and adapter leases are taken and given back here and nowhere else.
 Pure Python, no torch: a `Step` goes to the runner, which decides nothing.
 
+A step is put together in this order:
+1. Waiting requests past their deadline end.
+2. Running requests that are caught up get a token each, in the policy's order; where blocks run out,
+   those last in that order are preempted.
+3. Prefills share what is left of the budget in the policy's order: those under way, and waiting
+   requests, which are admitted here. A waiting request that is blocked (`BlockReason`) is skipped,
+   never waited for; one that only lacks room ends admission, so that smaller ones cannot starve it.
+4. Drafts take what then is left.
+
 | state              | row | blocks                    | adapter lease | leaves by                     |
 |--------------------|-----|---------------------------|---------------|-------------------------------|
 | waiting, preempted | no  | no                        | no            | admission, `remove`, deadline |
@@ -11,28 +20,50 @@ Pure Python, no torch: a `Step` goes to the runner, which decides nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 import numpy as np
 
 from loraplex_engine.errors import AdapterInvalidError, AdapterUnavailableError
-from loraplex_engine.kv.manager import KvManager
+from loraplex_engine.kv.manager import Hit, KvManager
 from loraplex_engine.policies import Policy
-from loraplex_engine.request import BASE_SLOT, Ending, Request, RequestStatus
+from loraplex_engine.request import BASE_SLOT, BlockReason, Ending, Request, RequestStatus
+from loraplex_engine.speculative import DraftCounts, Drafter, DraftWant
 from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
+
+Admission = Literal["optimistic", "reserve"]
+
+# What a step keeps for prefills under way when waiting requests pass them: they finish, whoever comes.
+PASSED_SHARE = 8  # one token in so many
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step and of the queue."""
+    """Bounds of a step and of the queue.
+
+    admission: "optimistic" admits what there is room for now (and `watermark_blocks` more), and takes
+        blocks back from the last in line when running requests outgrow the cache; "reserve" admits a
+        request only when the cache can hold its prompt and max_tokens beside what it has promised to
+        others already, so that nobody is ever preempted.
+    waiting_served_ratio: requests are admitted only while at least so many wait for each one that
+        runs, or nothing has been admitted for `max_steps_closed` steps. Higher: steps hold decodes
+        alone for longer, so inter-token latency is lower and time to first token higher. 0: always.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int  # rows
     max_waiting: int
     long_prefill_token_threshold: int | None = None  # per row and step
     watermark_blocks: int = 0  # kept free at admission, so that running rows can grow
+    max_partial_prefills: int | None = None  # rows amid a prefill at the end of a step
+    admission: Admission = "optimistic"
+    waiting_served_ratio: float = 0.0
+    max_steps_closed: int = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +83,20 @@ class _Batch:
     requests: list[Request] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)
     num_scheduled: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by batch index
     ended: list[tuple[Request, Ending]] = field(default_factory=list)
+    # Running requests with more than a token to compute, in the policy's order.
+    partials: deque[Request] = field(default_factory=deque)
+    num_partials: int = 0  # rows that will be amid a prefill after this step, as far as is known
+    num_preempted: int = 0
+    # Adapters that a tenant asked for in this step in vain: each is asked for once.
+    unavailable: dict[tuple[str, str], BlockReason] = field(default_factory=dict)
+    draining: str | None = None  # the adapter that nobody may lease anew in this step
 
     def append(self, request: Request, count: int) -> None:
         """Compute `count` more tokens of `request`."""
@@ -68,24 +108,48 @@ class _Batch:
         request.num_computed_tokens += count
         self.samples.append(request.num_computed_tokens == request.num_tokens)
 
+    def append_drafts(self, index: int, ids: tuple[int, ...]) -> None:
+        """Compute `ids` behind the last known token of batch entry `index`, which samples."""
+        self.budget -= len(ids)
+        self.num_scheduled[index] += len(ids)
+        self.drafts[index] = ids
+        self.requests[index].num_computed_tokens += len(ids)
+
+
+class _Verdict(Enum):
+    """What became of a waiting request whose turn it was."""
+
+    TAKEN = auto()  # it runs, or it ended
+    SKIPPED = auto()
+    NO_ROOM = auto()  # nobody behind it may pass
+
 
 class Scheduler:
     """Decides; the core tells it of arrivals and endings, and what became of a step."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KvManager, adapters: AdapterPool, policy: Policy
+        self,
+        limits: SchedulerLimits,
+        kv: KvManager,
+        adapters: AdapterPool,
+        policy: Policy,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.num_preemptions = 0
         self._kv = kv
         self._adapters = adapters
         self._waiting = policy
-        self._running: list[Request] = []  # sorted by the policy's rank
+        self._drafter = drafter
+        self._running: list[Request] = []  # sorted by the policy's rank when a step is decided
+        # A heap, in which requests stay that have left the queue.
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._free_rows = list(range(limits.max_num_seqs))
         heapify(self._free_rows)
         self._freed_rows: list[int] = []  # since the last step: the runner is to forget them
         self._draining: str | None = None  # the adapter that is to give its slot up
         self._next_step_id = 0
+        self._num_steps_closed = 0  # since admission was last open
 
     @property
     def num_running(self) -> int:
@@ -116,35 +180,87 @@ class Scheduler:
         """Tokens that the whole KV cache holds."""
         return self._kv.num_blocks * self._kv.block_size
 
+    @property
+    def num_query_tokens(self) -> int:
+        """Prompt tokens looked up in the prefix cache, once per request."""
+        return self._kv.num_query_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Those of them that were found."""
+        return self._kv.num_hit_tokens
+
+    def commit(self, request: Request, num_written: int) -> None:
+        """A running request's first `num_written` tokens are computed, and its last logits finite."""
+        self._kv.commit(request, num_written)
+
+    def forget_cached(self) -> None:
+        """Empty the prefix cache."""
+        self._kv.forget_cached()
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._waiting.push(request)
+        deadline = request.generate.deadline_unix_s
+        if deadline is not None:
+            heappush(self._deadlines, (deadline, request.seq, request))
+            self._forget_past_deadlines()
 
     def remove(self, request: Request) -> None:
         """Take a request out for good, wherever it is, with all it holds."""
         if request.status is RequestStatus.RUNNING:
-            rank = self._waiting.rank
-            index = bisect_left(self._running, rank(request), key=rank)
-            assert self._running[index] is request, f"{request.identity} is not in its place"
-            del self._running[index]
+            self._running.remove(request)
             self._give_back(request)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        if self._drafter is not None:
+            self._drafter.forget(request)
 
     def schedule(self, now_unix_s: float) -> Decision:
         """Decide the next step; its tokens count as computed from here on."""
         batch = _Batch(budget=self.limits.max_num_batched_tokens)
+        self._waiting.begin_step(now_unix_s)
+        for request in self._running:
+            self._waiting.charge(request)
+        self._running.sort(key=self._waiting.rank)
         self._drop_expired(batch, now_unix_s)
         self._schedule_running(batch)
-        self._admit_waiting(batch)
+        self._schedule_prefills(batch)
+        self._add_drafts(batch)
         return Decision(step=self._step(batch), requests=batch.requests, ended=batch.ended)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Drafts computed and accepted so far."""
+        return DraftCounts() if self._drafter is None else self._drafter.counts
+
+    def stop_drafting(self) -> None:
+        """No drafts from here on."""
+        self._drafter = None
+
+    def settle_drafts(self, request: Request, num_drafts: int, num_sampled: int) -> None:
+        """A running row had drafts and sampled so many tokens, which the request does not know yet.
+
+        The last of them was not computed, whatever stood in its place; what was computed behind it, the
+        keys and values of drafts that were not accepted, is computed anew.
+        """
+        assert self._drafter is not None
+        assert 1 <= num_sampled <= num_drafts + 1
+        request.num_computed_tokens = request.num_tokens + num_sampled - 1
+        self._drafter.note(request, num_drafts, num_sampled - 1)
+
+    def note_step(self, step: Step, seconds: float) -> None:
+        """A step took so long, from launch to result."""
+        if self._drafter is None or not step.samples_B.all():
+            return
+        num_drafts = sum(len(ids) for ids in step.drafts.values())
+        if step.num_tokens - num_drafts == len(step.rows_B):
+            self._drafter.note_step(step.num_tokens, seconds)
 
     def check(self) -> None:
         """Assert that rows, blocks and tables are where the table above says."""
         self._kv.check()
-        ranks = [self._waiting.rank(request) for request in self._running]
-        assert ranks == sorted(ranks), "running requests are out of order"
         rows = [request.row for request in self._running] + self._free_rows
         assert sorted(rows) == list(range(self.limits.max_num_seqs)), "a row is lost or doubled"
         assert self._kv.num_tables == len(self._running), "a table has no running request"
@@ -154,19 +270,23 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             num_held = self._kv.num_blocks_of(request.seq) * self._kv.block_size
             assert num_held >= request.num_computed_tokens, f"{request.identity} lacks blocks"
-        for request in self._waiting.in_order():
+        waiting = list(self._waiting.requests())
+        assert len(waiting) == len(self._waiting)
+        for request in waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert (request.row, request.adapter_slot) == (-1, BASE_SLOT)
 
+    # ---------------------------------------------------------------------------- deadlines
+
     def _drop_expired(self, batch: _Batch, now_unix_s: float) -> None:
-        """End what waited past its deadline. A preempted request has answered already: it may resume."""
-        for request in self._waiting.in_order():
-            deadline = request.generate.deadline_unix_s
-            if (
-                deadline is not None
-                and deadline <= now_unix_s
-                and request.status is RequestStatus.WAITING
-            ):
+        """End what waited past its deadline. A preempted request has answered already: it may resume.
+
+        Cost: O(log) per deadline passed, nothing per request that waits.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now_unix_s:
+            request = heappop(self._deadlines)[2]
+            # The choices of a request that has begun are not "still waiting" either.
+            if request.status is RequestStatus.WAITING and not request.has_begun:
                 ending = Ending(
                     "error",
                     error_code="deadline_exceeded",
@@ -174,16 +294,28 @@ class Scheduler:
                 )
                 self._end(batch, request, ending)
 
+    def _forget_past_deadlines(self) -> None:
+        """Keep the heap in proportion to the queue, whatever deadlines served requests had."""
+        if len(self._deadlines) > 2 * len(self._waiting) + 64:
+            is_waiting = RequestStatus.WAITING
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is is_waiting]
+            heapify(self._deadlines)
+
+    # ---------------------------------------------------------------------- running requests
+
     def _schedule_running(self, batch: _Batch) -> None:
+        """A token for each running request that is caught up; the others' turn comes with prefills."""
         running = self._running
         index = 0
-        while index < len(running) and batch.budget > 0:
+        while index < len(running):
             request = running[index]
             if not self._make_room(batch, request):
                 break  # it was the last in line, so nobody is behind it
-            # A long prefill leaves a token for each row behind it, so that nobody's stream stalls.
-            num_behind = len(running) - index - 1
-            batch.append(request, self._chunk(request, max(1, batch.budget - num_behind)))
+            if request.num_tokens - request.num_computed_tokens > 1:
+                batch.partials.append(request)
+                batch.num_partials += 1
+            elif batch.budget > 0:
+                batch.append(request, 1)
             index += 1
 
     def _make_room(self, batch: _Batch, request: Request) -> bool:
@@ -202,54 +334,160 @@ class Scheduler:
                 return True
             victim = self._running[-1]
             if victim is not request:
-                self._preempt(victim)
+                self._preempt(batch, victim)
                 continue
             if len(self._running) == 1:
                 # Nobody's blocks are left to take: whoever else holds some is not a request. Its
                 # recomputation would end here again, so it ends with what it has.
                 self._end(batch, request, Ending("length"))
             else:
-                self._preempt(request)
+                self._preempt(batch, request)
             return False
 
-    def _admit_waiting(self, batch: _Batch) -> None:
-        unavailable: set[str] = set()  # each adapter is asked for once per step
-        has_refused = False  # someone further ahead a slot
-        for request in self._waiting.in_order():
-            if batch.budget == 0 or not self._free_rows:
-                break
-            digest = request.adapter_digest
-            if digest in unavailable:
-                continue
-            watermark = self.limits.watermark_blocks if self._running else 0
-            if self._kv.blocks_for(request.num_tokens) + watermark > self._kv.num_free:
-                break  # smaller ones behind it must not starve it
-            slot = BASE_SLOT
-            if digest is not None:
-                try:
-                    leased = self._adapters.lease(digest)
-                except (AdapterUnavailableError, AdapterInvalidError) as error:
-                    ending = Ending("error", error_code=error.code, error_message=str(error))
-                    self._end(batch, request, ending)
-                    continue
-                if leased is None:
-                    unavailable.add(digest)
-                    if not has_refused and self._adapters.lacks_slot(digest):
-                        has_refused = True
-                        unavailable.add(self._adapter_to_drain())
-                    continue
-                slot = leased
-            self._admit(batch, request, slot)
+    # ------------------------------------------------------------ prefills and admission
 
-    def _admit(self, batch: _Batch, request: Request, slot: int) -> None:
-        self._waiting.remove(request)
+    def _schedule_prefills(self, batch: _Batch) -> None:
+        """Prefills under way and waiting requests, in the policy's order."""
+        rank = self._waiting.rank
+        queue = self._admissible(batch)
+        # Who passes a prefill under way may not take all of the budget from it.
+        kept = max(1, batch.budget // PASSED_SHARE)
+        head = next(queue, None)
+        while batch.budget > 0:
+            if batch.partials and (
+                head is None or batch.budget <= kept or rank(batch.partials[0]) <= rank(head)
+            ):
+                self._continue_prefill(batch, batch.partials.popleft())
+            elif head is None:
+                break
+            else:
+                budget = batch.budget - kept if batch.partials else batch.budget
+                verdict = self._try_to_admit(batch, head, budget)
+                if verdict is _Verdict.SKIPPED:
+                    head.num_skips += 1
+                head = None if verdict is _Verdict.NO_ROOM else next(queue, None)
+
+    def _continue_prefill(self, batch: _Batch, request: Request) -> None:
+        batch.append(request, self._chunk(request, batch.budget))
+        batch.num_partials -= request.num_computed_tokens == request.num_tokens
+
+    def _admissible(self, batch: _Batch) -> Iterator[Request]:
+        """The queue in order, or nothing where this step is to admit nobody."""
+        if batch.num_preempted or not self._is_admission_open():
+            # What a preemption freed is for those who run: who resumed now would be preempted again.
+            return iter(())
+        return self._waiting.in_order()
+
+    def _is_admission_open(self) -> bool:
+        """See `SchedulerLimits.waiting_served_ratio`."""
+        num_waiting, num_running = len(self._waiting), len(self._running)
+        is_open = (
+            num_waiting >= self.limits.waiting_served_ratio * num_running
+            or self._num_steps_closed >= self.limits.max_steps_closed
+        )
+        self._num_steps_closed = 0 if is_open or num_waiting == 0 else self._num_steps_closed + 1
+        return is_open
+
+    def _try_to_admit(self, batch: _Batch, request: Request, budget: int) -> _Verdict:
+        """Let a waiting request run, unless it is blocked or lacks room.
+
+        The checks are apart, cheapest first; the adapter's lease is the last, for it would have to be
+        given back. `budget`: tokens that it may compute in this step.
+        """
+        if not self._free_rows:
+            return _Verdict.NO_ROOM
+        hit = self._kv.lookup(request)
+        request.num_computed_tokens = hit.num_tokens
+        request.blocked_on = self._block_reason(batch, request, budget, hit)
+        if request.blocked_on is not None:
+            return _Verdict.SKIPPED
+        if not self._has_room(request, hit):
+            return _Verdict.NO_ROOM
+        slot = BASE_SLOT
+        if request.adapter_digest is not None:
+            try:
+                leased = self._lease(batch, request)
+            except (AdapterUnavailableError, AdapterInvalidError) as error:
+                ending = Ending("error", error_code=error.code, error_message=str(error))
+                self._end(batch, request, ending)
+                return _Verdict.TAKEN
+            if leased is None:
+                request.blocked_on = self._adapter_block_reason(batch, request)
+                return _Verdict.SKIPPED
+            slot = leased
+        self._admit(batch, request, slot, budget, hit)
+        return _Verdict.TAKEN
+
+    def _block_reason(
+        self, batch: _Batch, request: Request, budget: int, hit: Hit
+    ) -> BlockReason | None:
+        """Why a request is to be skipped in this step, as far as can be said without side effects."""
+        reason = self._adapter_block_reason(batch, request)
+        if reason is not None:
+            return reason
+        if hit.is_coming:
+            return BlockReason.PREFIX
+        cap = self.limits.max_partial_prefills
+        if cap is not None and batch.num_partials >= cap:
+            num_left = request.num_tokens - request.num_computed_tokens
+            if self._chunk(request, budget) < num_left:
+                return BlockReason.PARTIAL_PREFILLS
+        return None
+
+    def _adapter_block_reason(self, batch: _Batch, request: Request) -> BlockReason | None:
+        """What this step has found out so far about a request's adapter."""
+        if request.adapter_digest is None:
+            return None
+        if request.adapter_digest == batch.draining:
+            return BlockReason.ADAPTER_SLOT
+        return batch.unavailable.get((request.adapter_digest, request.generate.tenant_id))
+
+    def _has_room(self, request: Request, hit: Hit) -> bool:
+        """Whether its blocks are there: all known tokens' at once, so that a prefill that has begun
+        never waits for room; with "reserve", those of all tokens that it may ever have.
+        """
+        if self.limits.admission == "reserve":
+            # What running requests have been promised and do not hold yet is as good as taken.
+            promised = sum(
+                max(0, self._num_promised_blocks(other) - self._kv.num_blocks_of(other.seq))
+                for other in self._running
+            )
+            most = request.num_prompt_tokens + request.sampling.max_tokens
+            return self._kv.num_missing(hit, most) + promised <= self._kv.num_free
+        watermark = self.limits.watermark_blocks if self._running else 0
+        return self._kv.num_missing(hit, request.num_tokens) + watermark <= self._kv.num_free
+
+    def _num_promised_blocks(self, request: Request) -> int:
+        """Blocks for all tokens that a request may ever have."""
+        return self._kv.blocks_for(request.num_prompt_tokens + request.sampling.max_tokens)
+
+    def _lease(self, batch: _Batch, request: Request) -> int | None:
+        """The slot of a request's adapter; None: not now, and the batch remembers why.
+
+        Raises:
+            AdapterUnavailableError, AdapterInvalidError: not ever.
+        """
+        digest, tenant_id = request.adapter_digest, request.generate.tenant_id
+        assert digest is not None
+        slot = self._adapters.lease(digest, tenant_id)
+        if slot is None:
+            lacks_slot = self._adapters.lacks_slot(digest)
+            reason = BlockReason.ADAPTER_SLOT if lacks_slot else BlockReason.ADAPTER_LOADING
+            batch.unavailable[digest, tenant_id] = reason
+            if lacks_slot and batch.draining is None:
+                batch.draining = self._adapter_to_drain()
+        return slot
+
+    def _admit(self, batch: _Batch, request: Request, slot: int, budget: int, hit: Hit) -> None:
+        """Give a waiting request a row and blocks; every check has been passed."""
+        self._waiting.admit(request)
         request.status = RequestStatus.RUNNING
         request.row = heappop(self._free_rows)
         request.adapter_slot = slot
-        insort(self._running, request, key=self._waiting.rank)
-        # Blocks for all known tokens at once: a prefill that has begun never waits for room.
-        blocks = self._kv.grow(request.seq, request.num_tokens)
-        assert blocks is not None, "room was checked"
+        self._running.append(request)
+        blocks, copy = self._kv.admit(request, hit, request.num_tokens)
+        if copy is not None:
+            batch.block_copies.append(copy)
         batch.new_rows.append(
             NewRow(
                 row=request.row,
@@ -260,7 +498,47 @@ class Scheduler:
                 sampling=request.sampling,
             )
         )
-        batch.append(request, self._chunk(request, batch.budget))
+        batch.append(request, self._chunk(request, budget))
+        batch.num_partials += request.num_computed_tokens < request.num_tokens
+
+    # ------------------------------------------------------------------------------- drafts
+
+    def _add_drafts(self, batch: _Batch) -> None:
+        """Let rows that have caught up compute drafts as well, in what budget and blocks nobody wants.
+
+        No row, waiting request or block of another gives way to a draft, and the watermark stays.
+        """
+        if self._drafter is None or batch.budget == 0:
+            return
+        entries, wants = [], []
+        for index, request in enumerate(batch.requests):
+            room = request.sampling.max_tokens - request.num_output_tokens - 1
+            if room > 0 and batch.samples[index] and batch.num_scheduled[index] == 1:
+                entries.append(index)
+                wants.append(DraftWant(request, room))
+        if not wants:
+            return
+        num_tokens = self.limits.max_num_batched_tokens - batch.budget
+        drafts = self._drafter.draft(wants, num_tokens, batch.budget)
+        for index, want, ids in zip(entries, wants, drafts, strict=True):
+            count = self._room_for_drafts(batch, want.request, len(ids))
+            if count:
+                batch.append_drafts(index, ids[:count])
+
+    def _room_for_drafts(self, batch: _Batch, request: Request, count: int) -> int:
+        """Grow a table for `count` drafts, or as far as free blocks go; how many it holds."""
+        num_held = self._kv.num_blocks_of(request.seq)
+        spare = max(0, self._kv.num_free - self.limits.watermark_blocks)
+        wanted = self._kv.blocks_for(request.num_tokens + count) - num_held
+        if wanted > spare:
+            count = (num_held + spare) * self._kv.block_size - request.num_tokens
+        blocks = self._kv.grow(request.seq, request.num_tokens + count)
+        assert blocks is not None, "so many are free"
+        if blocks:
+            batch.block_updates.append(BlockUpdate(request.row, num_held, tuple(blocks)))
+        return count
+
+    # ------------------------------------------------------------------------------- shared
 
     def _adapter_to_drain(self) -> str:
         """The adapter whose slot goes to the first request that lacks one: nobody behind that request
@@ -286,27 +564,30 @@ class Scheduler:
         threshold = self.limits.long_prefill_token_threshold
         return count if threshold is None else min(count, threshold)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, batch: _Batch, request: Request) -> None:
         """Take back all that the last running request holds; it is computed anew when it resumes."""
         last = self._running.pop()
         assert last is request, "only the last in line is preempted"
         self._give_back(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_preemptions += 1
         self._waiting.push(request)
         self.num_preemptions += 1
+        batch.num_preempted += 1
 
     def _end(self, batch: _Batch, request: Request, ending: Ending) -> None:
         self.remove(request)
         batch.ended.append((request, ending))
 
     def _give_back(self, request: Request) -> None:
+        self._waiting.leave(request)
         self._kv.free(request.seq)
         heappush(self._free_rows, request.row)
         self._freed_rows.append(request.row)
         request.row = -1
         if request.adapter_digest is not None:
-            self._adapters.release(request.adapter_digest)
+            self._adapters.release(request.adapter_digest, request.generate.tenant_id)
             request.adapter_slot = BASE_SLOT
 
     def _step(self, batch: _Batch) -> Step | None:
@@ -317,10 +598,12 @@ class Scheduler:
             freed_rows=tuple(self._freed_rows),
             new_rows=tuple(batch.new_rows),
             block_updates=tuple(batch.block_updates),
+            block_copies=tuple(batch.block_copies),
             rows_B=np.array(batch.rows, dtype=np.int32),
             num_computed_B=np.array(batch.num_computed, dtype=np.int32),
             num_scheduled_B=np.array(batch.num_scheduled, dtype=np.int32),
             samples_B=np.array(batch.samples, dtype=np.bool_),
+            drafts=batch.drafts,
         )
         self._freed_rows.clear()
         self._next_step_id += 1

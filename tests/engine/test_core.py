@@ -648,7 +648,10 @@ class EngineMachine(RuleBasedStateMachine):
         if stats.num_running:
             return True
         waiting = self.engine.core._live.values()
-        return any(r.adapter_digest not in self.engine.adapters.held_back for r in waiting)
+        return any(
+            group.generate.adapter_digest not in self.engine.adapters.held_back
+            for group in waiting
+        )
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), as_stop=st.booleans())

@@ -378,7 +378,7 @@ def test_a_preempted_request_gives_its_lease_back_and_takes_a_new_one() -> None:
 
 def test_a_lease_that_nobody_gave_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    monkeypatch.setattr(engine.adapters, "release", lambda digest: None)
+    monkeypatch.setattr(engine.adapters, "release", lambda digest, tenant_id: None)
     engine.core.add(make_request("r0", adapter="a"))
     while engine.core.has_work():
         engine.core.step()

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
-
+from loraplex_engine.policies.base import Rank, StaticPolicy
 from loraplex_engine.request import Request
 
 
-class FcfsPolicy:
+class FcfsPolicy(StaticPolicy):
     """Larger priority first, then earlier arrival. A preempted request keeps its arrival, so it is
-    ahead of everything of its priority that came after it.
+    ahead of everything of its priority that came after it. A lower priority waits for as long as
+    higher ones keep coming: `PriorityPolicy` bounds that.
     """
 
-    def __init__(self) -> None:
-        self._queue: list[Request] = []  # sorted by rank
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def push(self, request: Request) -> None:
-        insort(self._queue, request, key=self.rank)
-
-    def remove(self, request: Request) -> None:
-        index = bisect_left(self._queue, self.rank(request), key=self.rank)
-        is_there = index < len(self._queue) and self._queue[index] is request
-        assert is_there, f"{request.identity} is not queued"
-        del self._queue[index]
-
-    def in_order(self) -> Sequence[Request]:
-        return tuple(self._queue)
-
-    def rank(self, request: Request) -> tuple[int, ...]:
+    def rank(self, request: Request) -> Rank:
         return (-request.generate.priority, request.seq)

@@ -1,0 +1,298 @@
+"""Fair shares between tenants: virtual token counters (VTC), under priority classes.
+
+Each tenant has an account per priority class. It is charged for what the tenant is served, divided by
+the tenant's weight; the request to serve next is one of the tenant with the least on its account, so
+that tenants who always have something waiting are served in proportion to their weights, whatever the
+others send. A tenant who had nothing waiting comes back level with the least of those who wait: idling
+saves nothing up, and costs nothing.
+
+Charges: INPUT_WEIGHT per prompt token, when a request is admitted (less what a cache hit spares it, and
+once however often it is preempted and computed anew); OUTPUT_WEIGHT per token put out.
+
+Between classes the higher goes first, except that a class (`aging_s`) and a tenant within its class
+(TENANT_PATIENCE * aging_s) that have been passed over for so long get one turn: one request is next in
+line before all others, and runs as if of the highest class.
+
+Source: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2, theorem 4.4.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
+
+from loraplex_engine.policies.base import Rank
+from loraplex_engine.request import Request
+
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0  # a token decoded reads all weights for one row; a prompt's share them
+TENANT_PATIENCE = 10
+MAX_IDLE_ACCOUNTS = 1024  # in a class
+MAX_IDLE_CLASSES = 64
+
+_by_seq = attrgetter("seq")
+
+
+def service_gap_bound(
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_kv_tokens: int,
+    is_reserving: bool,
+    weight: float = 1.0,
+) -> float:
+    """The most by which the accounts of two waiting tenants of a class can differ, by the limits alone.
+
+    A tenant's account is the least when a request of it is admitted; until its next admission it can only
+    grow by what the requests that it has running may still be charged. Each has at most `max_model_len`
+    tokens, at most OUTPUT_WEIGHT apiece; so has a row, so `max_num_seqs` of them. When admission reserves,
+    they also are all in the cache at once, which is the paper's max(w_p * L_input, w_q * M).
+
+    The service that two such tenants get in any interval differs by at most twice as much.
+
+    Args:
+        weight: the smaller of the two tenants' weights.
+    """
+    num_tokens = max_num_seqs * max_model_len
+    if is_reserving:
+        num_tokens = min(num_tokens, num_kv_tokens)
+    return max(INPUT_WEIGHT, OUTPUT_WEIGHT) * num_tokens / weight
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """One tenant in one class."""
+
+    tenant_id: str
+    weight: float = 1.0
+    counter: float = 0.0  # service so far, divided by weight
+    waiting: list[Request] = field(default_factory=list)  # by arrival
+    num_running: int = 0
+    allowance: float = 0.0  # what its running requests may still be charged, undivided
+    waits_since_unix_s: float = 0.0  # its last admission, or when it began to wait
+    # Each of its waiting requests was skipped when last looked at: it has no claim to what others got.
+    is_blocked: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    """The tenants of one priority."""
+
+    priority: int
+    accounts: dict[str, _Account] = field(default_factory=dict)
+    waiting: dict[str, _Account] = field(default_factory=dict)  # those with waiting requests
+    last_to_leave: _Account | None = None  # the queue of this class
+    waits_since_unix_s: float = 0.0  # as for an account
+    forget_beyond: int = MAX_IDLE_ACCOUNTS
+
+    def least(self, besides: _Account) -> float | None:
+        """The least that those others have on their accounts who wait and could be served."""
+        counters = [
+            account.counter
+            for account in self.waiting.values()
+            if account is not besides and not account.is_blocked
+        ]
+        return min(counters, default=None)
+
+    def is_idle(self) -> bool:
+        return not self.waiting and not any(a.num_running for a in self.accounts.values())
+
+
+class FairPolicy:
+    """See the module's header. Cost: O(waiting tenants) per step and per tenant that begins to wait,
+    O(log) per request looked at.
+    """
+
+    def __init__(self, aging_s: float) -> None:
+        if not aging_s > 0:
+            raise ValueError(f"aging_s is {aging_s}: it must be above 0")
+        self.aging_s = aging_s
+        # Since the start: the widest difference between the accounts of two waiting tenants of a class,
+        # and the widest that was possible, from what was promised at each admission.
+        self.max_service_gap = 0.0
+        self.max_promised_gap = 0.0
+        self._classes: dict[int, _Class] = {}
+        self._num_waiting = 0
+        self._now_unix_s = 0.0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    # --------------------------------------------------------------------------- the queue
+
+    def push(self, request: Request) -> None:
+        group, account = self._open_account(request)
+        account.weight = request.generate.weight
+        if not account.waiting:
+            if not group.waiting:
+                group.waits_since_unix_s = self._now_unix_s
+            account.waits_since_unix_s = self._now_unix_s
+            account.is_blocked = False
+            self._lift(group, account)
+            group.waiting[account.tenant_id] = account
+        request.served_priority = None
+        insort(account.waiting, request, key=_by_seq)
+        self._num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        group, account = self._find_account(request)
+        index = bisect_left(account.waiting, request.seq, key=_by_seq)
+        is_there = index < len(account.waiting) and account.waiting[index] is request
+        assert is_there, f"{request.identity} is not queued"
+        del account.waiting[index]
+        self._num_waiting -= 1
+        if not account.waiting:
+            del group.waiting[account.tenant_id]
+            group.last_to_leave = account
+
+    def requests(self) -> Iterator[Request]:
+        for group in self._classes.values():
+            for account in group.waiting.values():
+                yield from account.waiting
+
+    def begin_step(self, now_unix_s: float) -> None:
+        self._now_unix_s = now_unix_s
+        for group in self._classes.values():
+            counters = [a.counter for a in group.waiting.values() if not a.is_blocked]
+            if len(counters) > 1:
+                gap = max(counters) - min(counters)
+                self.max_service_gap = max(self.max_service_gap, gap)
+
+    def in_order(self) -> Iterator[Request]:
+        yield from self._turns()
+        for priority in sorted(self._classes, reverse=True):
+            yield from self._fair_order(self._classes[priority].waiting.values())
+
+    def rank(self, request: Request) -> Rank:
+        priority = request.generate.priority
+        account = self._classes[priority].accounts[request.generate.tenant_id]
+        served = request.served_priority
+        return (-(priority if served is None else served), account.counter, request.seq)
+
+    def _fair_order(self, accounts: Iterable[_Account]) -> Iterator[Request]:
+        """The requests of tenants who wait in one class: of the least account, the earliest first."""
+        heap = [(account.counter, account.waiting[0].seq, 0, account) for account in accounts]
+        heapify(heap)
+        served: set[_Account] = set()
+        while heap:
+            _, _, index, account = heap[0]
+            request = account.waiting[index]
+            yield request
+            if index < len(account.waiting) and account.waiting[index] is request:
+                index += 1  # skipped
+            else:
+                served.add(account)
+            if index < len(account.waiting):
+                heapreplace(heap, (account.counter, account.waiting[index].seq, index, account))
+                continue
+            heappop(heap)
+            if account.waiting and account not in served:
+                account.is_blocked = True
+
+    def _turns(self) -> Iterator[Request]:
+        """One request each of the classes and tenants that were passed over for too long."""
+        groups = [group for group in self._classes.values() if group.waiting]
+        overdue: list[tuple[float, int, list[_Account]]] = []
+        for group in groups:
+            if self._now_unix_s - group.waits_since_unix_s >= self.aging_s:
+                accounts = list(group.waiting.values())
+                overdue.append((group.waits_since_unix_s, len(overdue), accounts))
+            for account in group.waiting.values():
+                since_unix_s = account.waits_since_unix_s
+                if self._now_unix_s - since_unix_s >= TENANT_PATIENCE * self.aging_s:
+                    overdue.append((since_unix_s, len(overdue), [account]))
+        if not overdue:
+            return
+        highest = max(group.priority for group in groups)
+        for _, _, accounts in sorted(overdue):
+            for request in self._fair_order([a for a in accounts if a.waiting]):
+                num_waiting = self._num_waiting
+                request.served_priority = highest
+                try:
+                    yield request
+                finally:
+                    if self._num_waiting == num_waiting:
+                        request.served_priority = None
+                if self._num_waiting < num_waiting:
+                    break
+
+    # --------------------------------------------------------------------------- accounts
+
+    def admit(self, request: Request) -> None:
+        group, account = self._find_account(request)
+        if account.is_blocked:
+            account.is_blocked = False
+            self._lift(group, account)
+        ahead = 0.0
+        if request.served_priority is not None:  # it may not be the least
+            ahead = max(0.0, account.counter - (group.least(account) or account.counter))
+        self.remove(request)
+        first = max(request.num_charged_tokens, request.num_computed_tokens)
+        prompt = INPUT_WEIGHT * max(0, request.num_prompt_tokens - first)
+        request.num_charged_tokens = max(request.num_charged_tokens, request.num_prompt_tokens)
+        account.num_running += 1
+        account.allowance += self._allowance(request)
+        promised = (prompt + account.allowance) / account.weight
+        self.max_promised_gap = max(self.max_promised_gap, ahead + promised)
+        account.counter += prompt / account.weight
+        group.waits_since_unix_s = account.waits_since_unix_s = self._now_unix_s
+
+    def charge(self, request: Request) -> None:
+        count = request.num_tokens - request.num_charged_tokens
+        if count:
+            _, account = self._find_account(request)
+            account.counter += OUTPUT_WEIGHT * count / account.weight
+            account.allowance -= OUTPUT_WEIGHT * count
+            request.num_charged_tokens = request.num_tokens
+
+    def leave(self, request: Request) -> None:
+        self.charge(request)
+        group, account = self._find_account(request)
+        account.num_running -= 1
+        account.allowance -= self._allowance(request)
+        self._forget_idle(group)
+
+    def _allowance(self, request: Request) -> float:
+        """What a request may still be charged for output."""
+        num_most = request.num_prompt_tokens + request.sampling.max_tokens
+        return OUTPUT_WEIGHT * (num_most - request.num_tokens)
+
+    def _lift(self, group: _Class, account: _Account) -> None:
+        """Level an account that had no claim with the least of those that have."""
+        least = group.least(account)
+        if least is None and group.last_to_leave is not None:
+            least = group.last_to_leave.counter
+        if least is not None:
+            account.counter = max(account.counter, least)
+
+    def _find_account(self, request: Request) -> tuple[_Class, _Account]:
+        group = self._classes[request.generate.priority]
+        return group, group.accounts[request.generate.tenant_id]
+
+    def _open_account(self, request: Request) -> tuple[_Class, _Account]:
+        priority, tenant_id = request.generate.priority, request.generate.tenant_id
+        group = self._classes.get(priority)
+        if group is None:
+            if len(self._classes) >= MAX_IDLE_CLASSES:
+                self._classes = {p: g for p, g in self._classes.items() if not g.is_idle()}
+            group = self._classes[priority] = _Class(priority)
+        account = group.accounts.get(tenant_id)
+        if account is None:
+            account = group.accounts[tenant_id] = _Account(tenant_id)
+        return group, account
+
+    def _forget_idle(self, group: _Class) -> None:
+        """Bound what is kept. A tenant that is forgotten may have been ahead of others, by no more than
+        the bound; who idles while a thousand others come and go is let off that.
+        """
+        if len(group.accounts) <= group.forget_beyond:
+            return
+        group.accounts = {
+            tenant_id: account
+            for tenant_id, account in group.accounts.items()
+            if account.waiting or account.num_running
+        }
+        group.forget_beyond = max(MAX_IDLE_ACCOUNTS, 2 * len(group.accounts))
