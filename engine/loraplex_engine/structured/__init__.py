@@ -1,0 +1,12 @@
+"""Structured output: grammars that a request's text must follow, as masks over the vocabulary.
+
+| module | does |
+|---|---|
+| `matcher.py` | one choice's place in its grammar: masks, drafts, advancing |
+| `compiler.py` | grammars to matchers, off the step loop, bounded in every direction |
+| `worker.py`, `worker_process.py` | the killable process in which a grammar is tried first |
+| `tokenizer.py` | the vocabulary as llguidance sees it, and its limits |
+| `errors.py` | how a grammar can fail; each ends one request |
+
+No torch. llguidance is imported by `tokenizer.py` and `worker.py` alone.
+"""
