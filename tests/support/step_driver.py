@@ -7,14 +7,14 @@ together and where their keys and values lie.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.runner import ModelRunner
-from loraplex_engine.step import BlockUpdate, NewRow, Step
+from loraplex_engine.step import BlockUpdate, NewRow, Step, StepResult, UInt32Array
 
 GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0)
 
@@ -67,11 +67,23 @@ class StepDriver:
         self._free_blocks.extend(request.block_ids)
         request.row, request.num_computed, request.block_ids = -1, 0, []
 
-    def step(self, work: Sequence[tuple[DrivenRequest, int]]) -> None:
-        """Compute `count` tokens of each request in one step; sample where all are known then."""
+    def step(
+        self,
+        work: Sequence[tuple[DrivenRequest, int]],
+        *,
+        drafts: Mapping[int, tuple[int, ...]] | None = None,
+        token_masks: Mapping[int, UInt32Array] | None = None,
+    ) -> StepResult:
+        """Compute `count` tokens of each request in one step; sample where all are known then.
+
+        Args:
+            drafts: by index in `work`, computed on top of its `count`, which must reach the last token.
+        """
         new_rows, updates = [], []
-        for request, count in work:
-            needed = -(-(request.num_computed + count) // self._block_size)
+        drafts = drafts or {}
+        num_drafts = [len(drafts.get(index, ())) for index in range(len(work))]
+        for (request, count), extra in zip(work, num_drafts, strict=True):
+            needed = -(-(request.num_computed + count + extra) // self._block_size)
             fresh = [self._free_blocks.pop() for _ in range(needed - len(request.block_ids))]
             first = len(request.block_ids)
             request.block_ids.extend(fresh)
@@ -96,10 +108,13 @@ class StepDriver:
             block_updates=tuple(updates),
             rows_B=np.asarray([r.row for r, _ in work], np.int32),
             num_computed_B=np.asarray([r.num_computed for r, _ in work], np.int32),
-            num_scheduled_B=np.asarray([count for _, count in work], np.int32),
+            num_scheduled_B=np.asarray([count for _, count in work], np.int32)
+            + np.asarray(num_drafts, np.int32),
             samples_B=np.asarray(
                 [r.num_computed + count == len(r.token_ids) for r, count in work], np.bool_
             ),
+            drafts=drafts,
+            token_masks=token_masks or {},
         )
         self._step_id += 1
         self._freed_rows = []
@@ -111,10 +126,13 @@ class StepDriver:
             request.is_finite &= bool(result.is_finite_B[index])
             if step.samples_B[index]:
                 request.token_ids += result.tokens[index]
+                if num_drafts[index]:
+                    request.num_computed = len(request.token_ids) - 1
                 if index in result.logprobs:
                     request.logprobs += result.logprobs[index]
             else:
                 assert not result.tokens[index]
+        return result
 
     def prefill(self, request: DrivenRequest, chunk: int) -> None:
         """Compute all known tokens, `chunk` at a time; ends with one sampled token."""

@@ -1,0 +1,87 @@
+"""What a step costs by the number of tokens in it, as measured on the machine at hand.
+
+Whether a draft pays depends on the machine, the model, the adapters and the load: a step of few tokens
+waits for the weights to be read and takes more tokens for nearly nothing, a full one computes as long as
+it has tokens. So nothing is assumed. Steps that only decode are timed, in classes of similar token
+counts; a class is known while its last measurements are recent, and its cost is their median, which one
+slow step does not move.
+
+Time is the sum of the steps' own seconds: idle hours do not age what was measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_NUM_REMEMBERED = 7
+_NUM_TO_KNOW = 3
+_FRESH_S = 30.0
+# Classes are 4 tokens wide, as rows are padded to multiples of 4 (row rule); from here on 16.
+_FINE_TOKENS = 64
+
+
+@dataclass(slots=True)
+class _Class:
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+    median_s: float = 0.0
+    measured_at_s: float = 0.0
+
+
+class StepCosts:
+    """Seconds per step as a function of its tokens."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _Class] = {}
+        self._now_s = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step that only decoded took so long."""
+        self._now_s += seconds
+        measured = self._classes.setdefault(_class_of(num_tokens), _Class())
+        measured.seconds.append(seconds)
+        measured.median_s = median(measured.seconds)
+        measured.measured_at_s = self._now_s
+
+    def is_known(self, num_tokens: int) -> bool:
+        """Whether steps of about so many tokens were measured lately."""
+        measured = self._classes.get(_class_of(num_tokens))
+        return measured is not None and self._is_fresh(measured)
+
+    def seconds_of(self, num_tokens_N: Int64Array) -> Float64Array:
+        """Expected seconds of steps with so many tokens, each at least those of the smaller ones.
+
+        Between classes that are known it is a line; beyond the last it is flat, which is too little: so a
+        size never tried looks cheap, is tried, and is known then. At least one class must be known.
+        """
+        known = sorted(
+            (size, measured.median_s)
+            for size, measured in self._classes.items()
+            if self._is_fresh(measured)
+        )
+        size_K, seconds_K = np.asarray(known, np.float64).T
+        return np.interp(_classes_of(num_tokens_N), size_K, np.maximum.accumulate(seconds_K))
+
+    def _is_fresh(self, measured: _Class) -> bool:
+        return (
+            len(measured.seconds) >= _NUM_TO_KNOW
+            and self._now_s - measured.measured_at_s <= _FRESH_S
+        )
+
+
+def _class_of(num_tokens: int) -> int:
+    """The largest token count of its class."""
+    width = 4 if num_tokens <= _FINE_TOKENS else 16
+    return -(-num_tokens // width) * width
+
+
+def _classes_of(num_tokens_N: Int64Array) -> Int64Array:
+    width_N = np.where(num_tokens_N <= _FINE_TOKENS, 4, 16)
+    return np.asarray(-(-num_tokens_N // width_N) * width_N)
