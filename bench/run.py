@@ -33,6 +33,7 @@ from bench import adapters, load, workload
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
+_TABLE_WIDTH = 120  # in a file; a terminal knows its own
 _PEERS = {
     "one": "transformers + PEFT, one at a time",
     "batch": "transformers + PEFT, padded batches of 16",
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure Loraplex alone")
     parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"))
     args = parser.parse_args()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
     dtype = "bfloat16" if _has_fast_bf16() else "float32"
     with tempfile.TemporaryDirectory(prefix="lpx-bench-") as folder:
         scratch = Path(folder)
