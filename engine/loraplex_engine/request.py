@@ -12,6 +12,7 @@ from enum import Enum
 
 from loraplex_engine.kv.hashing import BlockChain
 from loraplex_engine.protocol import FinishReason, Generate, SamplingParams, Usage
+from loraplex_engine.structured.matcher import Compilation, Matcher
 
 Identity = tuple[str, int]  # (request_id, attempt)
 
@@ -75,6 +76,11 @@ class Request:
     was_admitted: bool = False  # ever
     num_cached_tokens: int = 0  # prompt tokens found when the first of the choices was admitted
 
+    # Under a grammar; both outlive preemption (`structured/rows.py`).
+    compilation: Compilation | None = field(default=None, repr=False)
+    matcher: Matcher | None = field(default=None, repr=False)  # made when it first samples
+    failure: Ending | None = None  # of its grammar, in the step in flight: it ends when that is done
+
     def __post_init__(self) -> None:
         self.token_ids = list(self.generate.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -87,6 +93,11 @@ class Request:
     def has_begun(self) -> bool:
         """Whether it, or another choice of the same request, has ever run."""
         return self.was_admitted or any(sibling.was_admitted for sibling in self.siblings)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether its grammar is not ready yet."""
+        return self.compilation is not None and not self.compilation.is_done
 
     @property
     def sampling(self) -> SamplingParams:

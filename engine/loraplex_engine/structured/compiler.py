@@ -39,7 +39,7 @@ from loraplex_engine.structured.errors import (
     GrammarTooComplexError,
     GrammarUnavailableError,
 )
-from loraplex_engine.structured.matcher import LlMatcher, Matcher
+from loraplex_engine.structured.matcher import Compilation, LlMatcher, Matcher
 from loraplex_engine.structured.worker_frames import Setup, TokenizerSpec
 from loraplex_engine.structured.worker_process import WorkerProcess
 
@@ -73,23 +73,6 @@ class CompilerLimits:
     cache_bytes: int = 64 * 1024**2
 
 
-class Compilation(Protocol):
-    """A grammar on its way to being usable."""
-
-    @property
-    def is_done(self) -> bool:
-        """`matcher` has an answer."""
-        ...
-
-    def matcher(self) -> Matcher:
-        """A new matcher at the grammar's beginning. Only when done.
-
-        Raises:
-            GrammarError: it cannot be used.
-        """
-        ...
-
-
 class GrammarSource(Protocol):
     """What the core needs of a compiler."""
 
@@ -115,7 +98,9 @@ class NoGrammars:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One grammar of one tenant; shared by its requests. `template` or `error` is set once, last."""
+    """One grammar of one tenant, shared by its requests: a `Compilation`. `template` or `error` is set
+    once, after all else.
+    """
 
     tenant_id: str
     grammar: Grammar

@@ -69,6 +69,28 @@ class Matcher(Protocol):
         ...
 
 
+class Compilation(Protocol):
+    """A grammar on its way to being usable."""
+
+    @property
+    def is_done(self) -> bool:
+        """There is a matcher to be had, or an error."""
+        ...
+
+    @property
+    def error(self) -> GrammarError | None:
+        """Why it cannot be used."""
+        ...
+
+    def matcher(self) -> Matcher:
+        """A new matcher at the grammar's beginning. Only when done.
+
+        Raises:
+            GrammarError: as `error`.
+        """
+        ...
+
+
 class LlMatcher:
     """`Matcher` on llguidance.
 
