@@ -43,6 +43,7 @@ class _Table:
     blocks: list[int]
     chain: BlockChain | None = None
     num_written: int = 0  # tokens whose keys and values are in the blocks, and sound
+    num_unnamed: int = 0  # of the blocks it took itself: without a name, on its owner's account
     num_settled: int = 0  # leading blocks that can be found, or need not
     num_expected: int = 0  # blocks up to here, from the settled ones on, are promised to others
 
@@ -110,11 +111,10 @@ class KvManager:
             return []
         if missing > self._pool.num_free:
             return None
-        blocks = self._take(missing)
         if table is None:
-            self._tables[key] = _Table(blocks.copy())
-        else:
-            table.blocks.extend(blocks)
+            table = self._tables[key] = _Table([])
+        blocks = self._take(missing, table)
+        table.blocks.extend(blocks)
         return blocks
 
     def free(self, key: int) -> None:
@@ -129,6 +129,7 @@ class KvManager:
             return
         for name in table.chain.names[table.num_settled : table.num_expected]:
             self._cache.stop_expecting(name)
+        self._cache.note_unnamed(table.chain.owner, -table.num_unnamed)
         for block in reversed(table.blocks):
             self._pool.release((block,))
             if self._cache.is_named(block) and self._pool.num_holders(block) == 0:
@@ -169,15 +170,15 @@ class KvManager:
             if self._cache is not None and self._cache.is_idle(block):
                 self._cache.note_held(block)
         self._pool.share(hit.blocks)
-        blocks = [*hit.blocks, *self._take(self.blocks_for(num_tokens) - len(hit.blocks))]
-        copy = None if hit.copy_from is None else (hit.copy_from, blocks[len(hit.blocks)])
         table = _Table(
-            blocks,
+            [*hit.blocks],
             request.chain,
             num_written=hit.num_tokens,
             num_settled=len(hit.blocks),
             num_expected=len(hit.blocks),
         )
+        table.blocks += self._take(self.blocks_for(num_tokens) - len(hit.blocks), table)
+        copy = None if hit.copy_from is None else (hit.copy_from, table.blocks[len(hit.blocks)])
         self._tables[request.seq] = table
         if self._cache is not None and request.chain is not None:
             table.num_expected = max(table.num_settled, request.num_tokens // self.block_size)
@@ -189,7 +190,7 @@ class KvManager:
                 self._cache.num_query_tokens += request.num_prompt_tokens
                 self._cache.num_hit_tokens += request.num_cached_tokens
         request.was_admitted = True
-        return blocks.copy(), copy
+        return table.blocks.copy(), copy
 
     def commit(self, request: Request, num_written: int) -> None:
         """The first `num_written` tokens of a running request are in its blocks and sound: those blocks
@@ -207,6 +208,7 @@ class KvManager:
         for index in range(table.num_settled, num_full):
             if cache.store(chain, index, table.blocks[index]):
                 self._pool.keep(table.blocks[index])
+                table.num_unnamed -= 1
             if index < table.num_expected:
                 cache.stop_expecting(chain.names[index])
             table.num_settled = index + 1
@@ -256,12 +258,16 @@ class KvManager:
             copy_from=table.blocks[num_full] if rest else None,
         )
 
-    def _take(self, count: int) -> list[int]:
-        """`count` free blocks; cached contents go only when no others are free."""
-        missing = count - self._pool.num_listed
-        if missing > 0 and self._cache is not None:
-            for block in self._cache.evict(missing):
-                self._pool.unkeep(block)
+    def _take(self, count: int, table: _Table) -> list[int]:
+        """`count` free blocks for a table; cached contents go only when no others are free."""
+        if self._cache is not None:
+            if table.chain is not None:
+                table.num_unnamed += count
+                self._cache.note_unnamed(table.chain.owner, count)
+            missing = count - self._pool.num_listed
+            if missing > 0:
+                for block in self._cache.evict(missing):
+                    self._pool.unkeep(block)
         return self._pool.take(count)
 
     def check(self) -> None:
@@ -275,6 +281,8 @@ class KvManager:
         if cache is None:
             return
         cache.check()
+        unnamed = sum(table.num_unnamed for table in self._tables.values())
+        assert unnamed == cache.num_unnamed, "a block is on nobody's account"
         promised = 0
         for block in range(pool.num_blocks):
             assert pool.is_kept(block) == cache.is_named(block), f"block {block}: named or kept"

@@ -6,8 +6,10 @@ A named block is *held* (in somebody's table) or *idle* (in nobody's: free, with
 When a block is needed and no free one is without a name, an idle block goes:
 1. of the owner furthest over its share, its least recently used one;
 2. if nobody is over its share: the least recently used of all.
-So a tenant that floods the cache evicts its own blocks first and leaves others what is within theirs.
-A share bounds nothing while there is room: it only says who goes first.
+What an owner has is its named blocks and those in its requests' tables, the ones about to be taken
+included: so a tenant that floods the cache evicts its own blocks first, and what others keep within their
+shares stays. A share bounds nothing while there is room; it only says who goes first. Where a tenant's
+running requests alone take more than its share, they are served all the same, from rule 2.
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ Owner = str | None  # a tenant; None: everybody, a public prefix
 
 @dataclass(slots=True)
 class _Party:
-    """What one owner has in the cache."""
+    """What one owner has."""
 
     num_named: int = 0
+    num_unnamed: int = 0  # in tables, not findable
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # least recently used first
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_named + self.num_unnamed
 
 
 class PrefixCache:
     """All calls are O(blocks named), but `evict`, which is also O(owners).
 
     Args:
-        tenant_share: of all blocks, that each owner may keep; None: as much for each as there are
-            owners with named blocks.
+        tenant_share: of all blocks, that each owner may keep; None: an equal part for each owner that
+            has any.
         publish: is told of each change, in order.
     """
 
@@ -107,6 +114,7 @@ class PrefixCache:
         owner = None if index < chain.num_public else chain.owner
         self._block_of[name] = block
         self._named[block] = (name, owner)
+        self.note_unnamed(chain.owner, -1)
         self._parties.setdefault(owner, _Party()).num_named += 1
         if self._publish is not None:
             self._publish(
@@ -131,6 +139,11 @@ class PrefixCache:
         if not self._expected[name]:
             del self._expected[name]
 
+    @property
+    def num_unnamed(self) -> int:
+        """Blocks without a name in tables, over all owners."""
+        return sum(party.num_unnamed for party in self._parties.values())
+
     def is_expected(self, name: BlockName) -> bool:
         return name in self._expected
 
@@ -140,6 +153,14 @@ class PrefixCache:
         return self._expected.total()
 
     # ------------------------------------------------------------------ use and eviction
+
+    def note_unnamed(self, owner: Owner, change: int) -> None:
+        """So many blocks without a name more (or fewer) are in an owner's tables, or about to be."""
+        party = self._parties.setdefault(owner, _Party())
+        party.num_unnamed += change
+        assert party.num_unnamed >= 0, f"{owner} gave back more than it took"
+        if not party.num_blocks:
+            del self._parties[owner]
 
     def note_held(self, block: int) -> None:
         """A named block that was idle is in a table again."""
@@ -155,9 +176,9 @@ class PrefixCache:
         """Take the names from `count` idle blocks, in the order of the module's header."""
         assert count <= len(self._idle), f"{count} to evict, {len(self._idle)} idle"
         over = [
-            (-party.num_named, order, owner)
+            (-party.num_blocks, order, owner)
             for order, (owner, party) in enumerate(self._parties.items())
-            if party.num_named > self._share()
+            if party.num_blocks > self._share()
         ]
         heapify(over)
         evicted: list[int] = []
@@ -166,11 +187,11 @@ class PrefixCache:
             if over:
                 _, order, owner = over[0]
                 party = self._parties.get(owner)
-                if party is None or not party.idle or party.num_named <= self._share():
+                if party is None or not party.idle or party.num_blocks <= self._share():
                     heappop(over)
                     continue
                 idle = party.idle
-                heapreplace(over, (1 - party.num_named, order, owner))
+                heapreplace(over, (1 - party.num_blocks, order, owner))
             block = next(iter(idle))
             self._forget(block)
             evicted.append(block)
@@ -182,7 +203,11 @@ class PrefixCache:
         self._block_of.clear()
         self._named.clear()
         self._idle.clear()
-        self._parties.clear()
+        self._parties = {
+            owner: _Party(num_unnamed=party.num_unnamed)
+            for owner, party in self._parties.items()
+            if party.num_unnamed
+        }
         if self._publish is not None:
             self._publish(Cleared())
         return blocks
@@ -201,7 +226,7 @@ class PrefixCache:
         party = self._parties[owner]
         del party.idle[block]
         party.num_named -= 1
-        if not party.num_named:
+        if not party.num_blocks:
             del self._parties[owner]
         if self._publish is not None:
             self._publish(BlockRemoved(name=name))
@@ -211,6 +236,7 @@ class PrefixCache:
         assert {name: block for block, (name, _) in self._named.items()} == self._block_of
         owners = Counter(owner for _, owner in self._named.values())
         assert owners == Counter({o: party.num_named for o, party in self._parties.items()})
+        assert all(party.num_blocks > 0 for party in self._parties.values())
         idle_of = Counter(self._named[block][1] for block in self._idle)
         for owner, party in self._parties.items():
             assert len(party.idle) == idle_of[owner], f"{owner}'s idle blocks are not in order"
