@@ -74,8 +74,15 @@ Reply = TypeVar("Reply", bound=StatsReply | UsageReply | JournalReply)
 class EngineRejectedError(EngineError):
     """The replica refused the request at admission: no work was done, nothing was journaled."""
 
-    def __init__(self, code: RejectCode, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        code: RejectCode,
+        message: str,
+        retry_after_s: float | None = None,
+        num_waiting: int = 0,
+    ) -> None:
         super().__init__(message)
+        self.num_waiting = num_waiting  # in the replica's queue
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
@@ -265,12 +272,19 @@ class EngineClient:
         return stream
 
     def abort(
-        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+        self,
+        request_id: str,
+        attempt: int,
+        as_stop: bool = False,
+        is_platform_fault: bool = False,
+        *,
+        index: int | None = None,
     ) -> None:
         """Fire and forget; the terminal event still arrives on the stream. Unknown: no-op.
 
-        `as_stop` says that a stop string completed: the request then finishes as "stop".
-        `is_platform_fault` says that not the client wants it: it then finishes as "error".
+        `as_stop` says that a stop string completed: the request then finishes as "stop"; with
+        `index` only that choice does. `is_platform_fault` says that not the client wants it: it then
+        finishes as "error".
         """
         # A lost replica has nothing left to abort: its streams already ended.
         with contextlib.suppress(EngineLostError):
@@ -278,6 +292,7 @@ class EngineClient:
                 Abort(
                     request_id=request_id,
                     attempt=attempt,
+                    index=index,
                     as_stop=as_stop,
                     is_platform_fault=is_platform_fault,
                 )
@@ -468,7 +483,12 @@ class EngineClient:
                 stream = self._streams.pop((message.request_id, message.attempt), None)
                 if stream is not None:
                     stream.refuse(
-                        EngineRejectedError(message.code, message.message, message.retry_after_s)
+                        EngineRejectedError(
+                            message.code,
+                            message.message,
+                            message.retry_after_s,
+                            message.num_waiting,
+                        )
                     )
             case Welcome():
                 return self._note_welcome(message)

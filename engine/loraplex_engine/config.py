@@ -15,6 +15,8 @@ from typing import Literal, get_args
 from loraplex_engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
+PolicyName = Literal["fair", "priority", "fcfs"]
+Admission = Literal["optimistic", "reserve"]
 Speculative = Literal["off", "auto", "ngram"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
@@ -43,7 +45,15 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # computed per step, over all rows
     max_num_seqs: int = 64  # rows
     max_waiting: int = 256  # queued requests; more are refused
+    policy: PolicyName = "fair"  # who is served first: `policies`
+    aging_s: float = 30.0  # waiting for so long outweighs a step of priority, or earns a turn
+    # optimistic: admit what there is room for now, preempt when it runs out; reserve: only what has
+    # room for its prompt and max_tokens, so that nobody is preempted.
+    admission: Admission = "optimistic"
     long_prefill_token_threshold: int | None = None  # per row and step; None: no bound
+    max_partial_prefills: int | None = None  # rows amid a long prefill at once; None: no bound
+    waiting_served_ratio: float = 0.0  # admit only while so many wait for each that runs; 0: always
+    max_steps_closed: int = 20  # or when this many steps have admitted nobody
     kv_watermark: float = 0.02  # share of blocks kept free for running rows when admitting
     prefix_cache: bool = True  # keep what was computed and find it again, per tenant and adapter
     # Of all blocks, what each tenant's cached ones may take while others need room; None: an equal share.
@@ -70,6 +80,12 @@ class EngineConfig:
         if self.dtype not in get_args(DType):
             choices = ", ".join(get_args(DType))
             raise ConfigError(f"dtype is {self.dtype!r}: choose one of {choices}")
+        if self.policy not in get_args(PolicyName):
+            choices = ", ".join(get_args(PolicyName))
+            raise ConfigError(f"policy is {self.policy!r}: choose one of {choices}")
+        if self.admission not in get_args(Admission):
+            choices = ", ".join(get_args(Admission))
+            raise ConfigError(f"admission is {self.admission!r}: choose one of {choices}")
         if self.speculative not in get_args(Speculative):
             choices = ", ".join(get_args(Speculative))
             raise ConfigError(f"speculative is {self.speculative!r}: choose one of {choices}")
@@ -78,6 +94,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_num_seqs",
             "max_waiting",
+            "max_steps_closed",
             "max_loras",
             "max_cpu_loras",
             "max_cpu_lora_bytes",
@@ -92,6 +109,7 @@ class EngineConfig:
             "kv_memory_bytes",
             "max_model_len",
             "long_prefill_token_threshold",
+            "max_partial_prefills",
             "num_threads",
         ):
             value = getattr(self, name)
@@ -143,6 +161,12 @@ class EngineConfig:
             raise ConfigError(
                 "public_prefix_file declares what is shared in the prefix cache, which is off: leave"
                 " one of the two out"
+            )
+        if not 0.0 < self.aging_s < float("inf"):
+            raise ConfigError(f"aging_s is {self.aging_s}: use seconds above 0, such as 30")
+        if not 0.0 <= self.waiting_served_ratio < float("inf"):
+            raise ConfigError(
+                f"waiting_served_ratio is {self.waiting_served_ratio}: use 0 or more, such as 1.2"
             )
         if not 0.0 <= self.kv_watermark <= 0.5:
             raise ConfigError(f"kv_watermark is {self.kv_watermark}: use a share between 0 and 0.5")

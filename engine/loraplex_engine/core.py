@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from loraplex_engine.admission import ModelLimits, check_request
+from loraplex_engine.choices import ChoiceGroup, make_choices
 from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.errors import DrainingError, QueueFullError
 from loraplex_engine.kv.block_pool import BlockPool
 from loraplex_engine.kv.manager import KvManager
-from loraplex_engine.policies import FcfsPolicy
+from loraplex_engine.kv.prefix_cache import PrefixCache
+from loraplex_engine.policies import make_policy, max_charge
 from loraplex_engine.protocol import (
     GIVEN_UP,
     EngineStats,
@@ -29,7 +31,10 @@ from loraplex_engine.protocol import (
 )
 from loraplex_engine.request import BASE_SLOT, Ending, Identity, Request, RequestStatus
 from loraplex_engine.scheduler import Decision, Scheduler, SchedulerLimits
+from loraplex_engine.speculative import Proposer, make_drafter
 from loraplex_engine.step import AdapterPool, Executor, StepResult
+from loraplex_engine.structured.compiler import GrammarSource, NoGrammars
+from loraplex_engine.structured.rows import GrammarRows, constrain_drafts
 
 Clock = Callable[[], float]  # unix seconds
 
@@ -50,6 +55,7 @@ class EngineCore:
         clock: Clock = time.time,
         *,
         limits: ModelLimits,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self.limits = limits
         self.is_draining = False
@@ -60,11 +66,13 @@ class EngineCore:
         self._executor = executor
         self._adapters = adapters
         self._clock = clock
+        self._grammars = GrammarRows(grammars or NoGrammars())
         self._started_at_unix_s = clock()
-        self._live: dict[Identity, Request] = {}
+        self._live: dict[Identity, ChoiceGroup] = {}
         self._ended: OrderedDict[Identity, None] = OrderedDict()  # oldest first
         self._events: list[TokenEvent] = []
         self._in_flight: deque[Decision] = deque()
+        self._launched_at_s = 0.0
         self._next_seq = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
@@ -87,39 +95,57 @@ class EngineCore:
             raise DrainingError("the replica is shutting down", retry_after_s=RETRY_AFTER_S)
         check_request(generate, self.limits, self._scheduler.num_kv_slots)
         if self._scheduler.is_queue_full:
+            num_waiting = self._scheduler.num_waiting
             raise QueueFullError(
-                f"{self._scheduler.num_waiting} requests are waiting already",
-                retry_after_s=RETRY_AFTER_S,
+                f"{num_waiting} requests are waiting already",
+                num_waiting=num_waiting,
+                retry_after_s=self._scheduler.retry_after_s,
             )
         if generate.adapter_digest is not None:
-            self._adapters.prefetch(generate.adapter_digest)
+            self._adapters.prefetch(generate.adapter_digest, generate.tenant_id)
         stop_ids = frozenset(generate.sampling.stop_token_ids)
         if not generate.sampling.ignore_eos:
             stop_ids |= self.limits.eos_token_ids
-        request = Request(seq=self._next_seq, generate=generate, stop_ids=stop_ids)
-        self._next_seq += 1
-        self._live[identity] = request
-        self._scheduler.add(request)
+        group = make_choices(
+            generate,
+            first_seq=self._next_seq,
+            stop_ids=stop_ids,
+            arrived_at_unix_s=self._clock(),
+        )
+        self._grammars.begin(group.choices)
+        self._next_seq += len(group.choices)
+        self._live[identity] = group
+        for choice in group.choices:
+            self._scheduler.add(choice)
 
     def abort(
-        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+        self,
+        request_id: str,
+        attempt: int,
+        as_stop: bool = False,
+        is_platform_fault: bool = False,
+        index: int | None = None,
     ) -> None:
         """End a request in whatever state it is; unknown or ended: no-op.
 
         Its terminal event, with what it cost so far, comes from the next `step` or `drain_events`. A
         token that is being computed meanwhile never existed.
+
+        Args:
+            index: with `as_stop`, the one choice whose text is complete; the others go on.
         """
-        request = self._live.get((request_id, attempt))
-        if request is None:
+        group = self._live.get((request_id, attempt))
+        if group is None:
             return
-        self._scheduler.remove(request)
-        if is_platform_fault and not as_stop:
-            self._finish(
-                request,
-                Ending("error", error_code=GIVEN_UP, error_message="the platform gave it up"),
-            )
+        if as_stop and index is not None:
+            choice = group.find(index)
+            if choice is not None:
+                self._end(choice, Ending("stop"))
+        elif is_platform_fault and not as_stop:
+            ending = Ending("error", error_code=GIVEN_UP, error_message="the platform gave it up")
+            self._end_group(group, ending)
         else:
-            self._finish(request, Ending("stop" if as_stop else "abort"))
+            self._end_group(group, Ending("stop" if as_stop else "abort"))
 
     def begin_drain(self) -> None:
         """Take nothing new; what was accepted is finished."""
@@ -127,7 +153,15 @@ class EngineCore:
 
     def live_usage(self) -> dict[tuple[str, int], Usage]:
         """What each unfinished request cost so far, by (request_id, attempt)."""
-        return {identity: request.usage() for identity, request in self._live.items()}
+        return {identity: group.usage() for identity, group in self._live.items()}
+
+    def forget_cached(self) -> None:
+        """Empty the prefix cache: nothing of what was computed so far is found by later requests."""
+        self._scheduler.forget_cached()
+
+    def stop_drafting(self) -> None:
+        """Compute no drafts from here on, whatever the settings say."""
+        self._scheduler.stop_drafting()
 
     def has_work(self) -> bool:
         """Whether requests are unfinished or events undelivered."""
@@ -141,7 +175,10 @@ class EngineCore:
         """
         self._launch()
         if self._in_flight:
-            self._update(self._in_flight.popleft(), self._executor.collect())
+            decision, result = self._in_flight.popleft(), self._executor.collect()
+            assert decision.step is not None
+            self._scheduler.note_step(decision.step, time.perf_counter() - self._launched_at_s)
+            self._update(decision, result)
         return self.drain_events()
 
     def drain_events(self) -> list[TokenEvent]:
@@ -154,6 +191,8 @@ class EngineCore:
         (`adapters_resident`, `adapters_host`), which are empty here.
         """
         total, free = self._scheduler.num_blocks, self._scheduler.num_free_blocks
+        drafts = self._scheduler.draft_counts
+        meter, gap = self._scheduler.meter, self._scheduler.service_gap
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -173,16 +212,33 @@ class EngineCore:
             mixed_steps_total=self._mixed_steps_total,
             rss_bytes=0,
             uptime_s=self._clock() - self._started_at_unix_s,
+            queue_retry_after_s=self._scheduler.retry_after_s,
+            waiting_by_priority=dict(meter.num_by_priority),
+            skips_total=dict(meter.skips_by_reason),
+            queue_time_counts=list(meter.wait_counts),
+            queue_time_seconds_total=meter.wait_seconds_total,
+            service_gap=gap.widest if gap else 0.0,
+            service_gap_promised=gap.promised if gap else 0.0,
+            service_gap_bound=gap.bound if gap else 0.0,
+            prefix_cache_query_tokens_total=self._scheduler.num_query_tokens,
+            prefix_cache_hit_tokens_total=self._scheduler.num_hit_tokens,
+            spec_draft_tokens_total=drafts.drafts,
+            spec_accepted_tokens_total=drafts.accepted,
+            spec_drafts_total=drafts.blocks,
+            spec_accepted_per_position_total=list(drafts.accepted_at),
         )
 
     def check(self) -> None:
         """Assert the scheduler's invariants, and that nothing is held by requests that are gone."""
         self._scheduler.check()
-        assert len(self._live) == self._scheduler.num_running + self._scheduler.num_waiting
+        num_live = sum(len(group.live) for group in self._live.values())
+        assert num_live == self._scheduler.num_running + self._scheduler.num_waiting
         if not self._live:
             assert self._scheduler.num_free_blocks == self._scheduler.num_blocks
 
     def _launch(self) -> None:
+        for request, ending in self._grammars.failures():
+            self._end(request, ending)
         decision = self._scheduler.schedule(self._clock())
         for request, ending in decision.ended:
             self._finish(request, ending)
@@ -191,7 +247,9 @@ class EngineCore:
             return
         self.last_step_num_tokens = decision.step.num_tokens
         self._count_step(decision.requests)
-        self._executor.launch(decision.step)
+        self._launched_at_s = time.perf_counter()
+        step = self._grammars.with_masks(decision.step, decision.requests)
+        self._executor.launch(step)
         self._in_flight.append(decision)
 
     def _update(self, decision: Decision, result: StepResult) -> None:
@@ -201,10 +259,22 @@ class EngineCore:
         assert result.step_id == step.step_id, "the executor answered another step"
         ends = (step.num_computed_B + step.num_scheduled_B).tolist()
         is_finite = result.is_finite_B.tolist()
+        stuck = set(result.stuck)
         for index, request in enumerate(decision.requests):
             if request.status is RequestStatus.FINISHED:
                 continue  # aborted while the step was in flight
             self._count_prefill(request, ends[index])
+            if request.failure is not None:
+                self._end(request, request.failure)
+                continue
+            num_drafts = len(step.drafts.get(index, ()))
+            if num_drafts and not is_finite[index]:
+                # It may be a draft whose numbers are not finite: the next step asks without any.
+                self._scheduler.drop_drafts(request, num_drafts)
+                continue
+            if is_finite[index]:
+                # Drafts lie behind the last known token, and may be overwritten.
+                self._scheduler.commit(request, min(ends[index], request.num_tokens))
             if not is_finite[index]:
                 self._end(
                     request,
@@ -214,7 +284,18 @@ class EngineCore:
                         error_message="the model's output was not a number; nothing was sampled",
                     ),
                 )
+            elif index in stuck:
+                self._end(
+                    request,
+                    Ending(
+                        "error",
+                        error_code="no_token_allowed",
+                        error_message="grammar, bans and filters left no token to choose",
+                    ),
+                )
             elif result.tokens[index]:
+                if num_drafts:
+                    self._scheduler.settle_drafts(request, num_drafts, len(result.tokens[index]))
                 self._append(request, result.tokens[index], result.logprobs.get(index))
 
     def _append(
@@ -227,8 +308,13 @@ class EngineCore:
             assert 0 <= token_id < self.limits.vocab_size, f"the runner sampled {token_id}"
             token_ids.append(token_id)
             request.token_ids.append(token_id)
-            if token_id in request.stop_ids:
+            of_grammar = self._grammars.advance(request, token_id)
+            if of_grammar is not None and of_grammar.finish_reason == "error":
+                ending = of_grammar
+            elif token_id in request.stop_ids:
                 ending = Ending("stop", stop_token_id=token_id)
+            elif of_grammar is not None:
+                ending = of_grammar
             elif request.num_output_tokens == request.sampling.max_tokens:
                 ending = Ending("length")
             if ending is not None:
@@ -242,6 +328,7 @@ class EngineCore:
             TokenEvent(
                 request_id=request.generate.request_id,
                 attempt=request.generate.attempt,
+                index=request.choice,
                 token_ids=token_ids,
                 logprobs=kept_logprobs,
             )
@@ -264,21 +351,56 @@ class EngineCore:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        """Say that a request, gone from the scheduler, has ended."""
-        del self._live[request.identity]
-        self._ended[request.identity] = None
+        """Say that a choice, gone from the scheduler, has ended: the last one ends its request, and so
+        does any that ends with an error.
+        """
+        group = self._live.get(request.identity)
+        if group is None:
+            return  # another choice took it along
+        group.live.remove(request)
+        if ending.finish_reason == "error" or not group.live:
+            self._end_group(group, ending, request.choice, token_ids, logprobs)
+            return
+        self._events.append(
+            TokenEvent(
+                request_id=request.generate.request_id,
+                attempt=request.generate.attempt,
+                index=request.choice,
+                token_ids=token_ids or [],
+                logprobs=logprobs,
+                finish_reason=ending.finish_reason,
+                stop_token_id=ending.stop_token_id,
+            )
+        )
+
+    def _end_group(
+        self,
+        group: ChoiceGroup,
+        ending: Ending,
+        index: int = 0,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """End what choices are left, and with them the request: its terminal event."""
+        for choice in group.live:
+            if choice.status is not RequestStatus.FINISHED:  # else the scheduler ended it just now
+                self._scheduler.remove(choice)
+        group.live.clear()
+        del self._live[group.identity]
+        self._ended[group.identity] = None
         if len(self._ended) > NUM_ENDED_REMEMBERED:
             self._ended.popitem(last=False)
         self._finished_total[ending.finish_reason] += 1
         self._events.append(
             TokenEvent(
-                request_id=request.generate.request_id,
-                attempt=request.generate.attempt,
+                request_id=group.generate.request_id,
+                attempt=group.generate.attempt,
+                index=index,
                 token_ids=token_ids or [],
                 logprobs=logprobs,
                 finish_reason=ending.finish_reason,
                 stop_token_id=ending.stop_token_id,
-                usage=request.usage(),
+                usage=group.usage(),
                 error_code=ending.error_code,
                 error_message=ending.error_message,
             )
@@ -293,10 +415,13 @@ class EngineCore:
         self._mixed_steps_total += has_base and num_adapters >= 2
 
     def _count_prefill(self, request: Request, end: int) -> None:
+        """Cached tokens count as well: the prompt counts once, whoever computed it, and however often."""
         prefilled = min(end, request.num_prompt_tokens)
-        if prefilled > request.num_prefilled_tokens:
-            self._prompt_tokens_total += prefilled - request.num_prefilled_tokens
-            request.num_prefilled_tokens = prefilled
+        request.num_prefilled_tokens = max(request.num_prefilled_tokens, prefilled)
+        group = self._live[request.identity]
+        if prefilled > group.num_prefilled_tokens:
+            self._prompt_tokens_total += prefilled - group.num_prefilled_tokens
+            group.num_prefilled_tokens = prefilled
 
 
 def build_core(
@@ -308,18 +433,41 @@ def build_core(
     vocab_size: int,
     eos_token_ids: frozenset[int],
     clock: Clock = time.time,
+    prefix_cache: PrefixCache | None = None,
+    proposer: Proposer | None = None,
+    grammars: GrammarSource | None = None,
 ) -> EngineCore:
-    """An engine core as the settings say; the executor's KV cache has `sizes.num_blocks` blocks."""
+    """An engine core as the settings say; the executor's KV cache has `sizes.num_blocks` blocks.
+
+    Args:
+        prefix_cache: see `kv.setup.open_prefix_cache`; None: nothing is kept after a request.
+        proposer: another source of drafts than a row's own n-grams.
+        grammars: compiles them; None: requests with one are refused.
+    """
     limits = SchedulerLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         watermark_blocks=int(config.kv_watermark * sizes.num_blocks),
+        max_partial_prefills=config.max_partial_prefills,
+        admission=config.admission,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_steps_closed=config.max_steps_closed,
     )
-    kv = KvManager(BlockPool(sizes.num_blocks), config.block_size)
+    most_charged = max_charge(
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_kv_tokens=sizes.num_blocks * config.block_size,
+        is_reserving=config.admission == "reserve",
+    )
+    policy = make_policy(config.policy, aging_s=config.aging_s, most_charged=most_charged)
+    kv = KvManager(BlockPool(sizes.num_blocks), config.block_size, cache=prefix_cache)
+    drafter = make_drafter(config, proposer)
+    if drafter is not None:
+        drafter.constrain = constrain_drafts
     return EngineCore(
-        Scheduler(limits, kv, adapters, FcfsPolicy()),
+        Scheduler(limits, kv, adapters, policy, drafter),
         executor,
         adapters,
         clock,
@@ -328,4 +476,5 @@ def build_core(
             eos_token_ids=eos_token_ids,
             max_model_len=sizes.max_model_len,
         ),
+        grammars=grammars,
     )

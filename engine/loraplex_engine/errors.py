@@ -42,9 +42,15 @@ class NeverFitsError(RequestRejectedError):
 
 
 class QueueFullError(RequestRejectedError):
-    """The waiting queue is at its bound."""
+    """The waiting queue is at its bound; says how long it is and when to come again."""
 
     code = "queue_full"
+
+    def __init__(
+        self, message: str, *, num_waiting: int = 0, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.num_waiting = num_waiting
 
 
 class DrainingError(RequestRejectedError):

@@ -30,6 +30,7 @@ import structlog
 import zmq
 
 from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.errors import QueueFullError
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     GATEWAY_TIMEOUT_S,
@@ -107,7 +108,20 @@ class _Live:
     arrived_at: float
     num_tokens: int = 0
     is_aborted: bool = False  # by its gateway; the first word counts
+    stopped: set[int] = field(default_factory=set)  # choices of which the gateway said so
     cut_short: tuple[str, str] | None = None  # by us, not the client: error code and message
+
+    def is_news(self, abort: Abort) -> bool:
+        """Whether this abort asks for what was not asked for before; remembers it."""
+        if self.is_aborted:
+            return False
+        if abort.as_stop and abort.index is not None:
+            if not 0 <= abort.index < self.request.sampling.n or abort.index in self.stopped:
+                return False
+            self.stopped.add(abort.index)
+            return True
+        self.is_aborted = True
+        return True
 
 
 class GatewayPort:
@@ -279,8 +293,7 @@ class GatewayPort:
                 self._take_request(identity, gateway, message)
             case Abort():
                 live = self._live.get((message.request_id, message.attempt))
-                if live is not None and not live.is_aborted:  # more would queue up in a long step
-                    live.is_aborted = True
+                if live is not None and live.is_news(message):  # more would pile up in a long step
                     self._submit(message)
             case PrefetchAdapter():
                 if self.facts is not None:
@@ -379,8 +392,15 @@ class GatewayPort:
         elif self.facts is None:
             self._reject(identity, request, "queue_full", "the replica is loading its model")
         elif len(self._live) >= self._max_live:
+            stats = self._latest_stats()
+            num_live, num_running = len(self._live), 0 if stats is None else stats.num_running
             self._reject(
-                identity, request, "queue_full", f"{len(self._live)} requests are unfinished"
+                identity,
+                request,
+                "queue_full",
+                f"{num_live} requests are unfinished",
+                None if stats is None else stats.queue_retry_after_s,
+                num_live - num_running,
             )
         else:
             self._live[key] = _Live(identity, request, self._clock())
@@ -394,16 +414,19 @@ class GatewayPort:
         code: RejectCode,
         message: str,
         retry_after_s: float | None = None,
+        num_waiting: int | None = None,
     ) -> None:
         self._metrics.count_rejected(code)
         stats = self._latest_stats()
+        if num_waiting is None:
+            num_waiting = stats.num_waiting if stats is not None else 0
         is_passing = code in ("queue_full", "draining", "adapter_unavailable")
         rejected = Rejected(
             request_id=request.request_id,
             attempt=request.attempt,
             code=code,
             message=message,
-            num_waiting=stats.num_waiting if stats is not None else 0,
+            num_waiting=num_waiting,
             retry_after_s=retry_after_s or (RETRY_AFTER_S if is_passing else None),
         )
         self._send(identity, rejected)
@@ -473,7 +496,14 @@ class GatewayPort:
             return
         self._forget(key, live)
         if is_there:
-            self._reject(live.identity, request, refusal.code, str(refusal), refusal.retry_after_s)
+            self._reject(
+                live.identity,
+                request,
+                refusal.code,
+                str(refusal),
+                refusal.retry_after_s,
+                refusal.num_waiting if isinstance(refusal, QueueFullError) else None,
+            )
 
     def _fail(
         self, requests: list[Generate], message: str, usage: Mapping[Attempt, Usage]

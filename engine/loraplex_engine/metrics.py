@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from loraplex_engine.protocol import EngineStats, RejectCode, Usage
+from loraplex_engine.queue_meter import WAIT_BUCKETS_S
 from loraplex_engine.step_loop import ReplicaFacts
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LOAD_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -58,6 +66,15 @@ class EngineMetrics:
         self._commit_s = histogram(
             "journal_commit_seconds", "Writing usage to disk, per group of steps.", _STEP_S
         )
+        self._load_s = Histogram(
+            "loraplex:adapter_load_seconds",
+            "Bringing an adapter to host memory, by where its files came from.",
+            ["model_name", "tier"],
+            buckets=_LOAD_S,
+            registry=self.registry,
+        )
+        for tier in ("disk", "store"):
+            self._load_s.labels(model_name, tier)
         self._rejected = Counter(
             "loraplex:requests_rejected",
             "Requests refused at admission.",
@@ -110,6 +127,10 @@ class EngineMetrics:
         """A step that computed something."""
         self._step_s.observe(seconds)
         self._step_tokens.observe(num_tokens)
+
+    def observe_adapter_load(self, tier: str, seconds: float) -> None:
+        """An adapter came to host memory."""
+        self._load_s.labels(self._model_name, tier).observe(seconds)
 
     def count_rejected(self, code: RejectCode) -> None:
         """A request was refused."""
@@ -172,11 +193,43 @@ class _StateCollector(Collector):
         )
         adapters.add_metric([self._model_name, "slot"], len(stats.adapters_resident))
         adapters.add_metric([self._model_name, "host"], len(stats.adapters_host))
+        adapters.add_metric([self._model_name, "disk"], stats.adapters_disk)
         yield adapters
-        yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens_total)
+        sizes = GaugeMetricFamily(
+            "loraplex:adapter_bytes", "What they take, by tier.", labels=["model_name", "tier"]
+        )
+        sizes.add_metric([self._model_name, "host"], stats.adapter_host_bytes)
+        sizes.add_metric([self._model_name, "disk"], stats.adapter_disk_bytes)
+        yield sizes
+        yield self._gauge(
+            "adapters_pinned", "Adapters pinned to host memory.", len(stats.adapters_pinned)
+        )
+        yield self._gauge(
+            "adapters_loading", "Adapters loading, or waiting for it.", stats.adapters_loading
+        )
+        yield self._counter("adapter_loads", "Adapters loaded.", stats.adapter_loads_total)
+        yield self._counter(
+            "adapter_load_failures", "Adapter loads that failed.", stats.adapter_load_failures_total
+        )
+        yield self._counter(
+            "adapter_evictions", "Adapters evicted from host memory.", stats.adapter_evictions_total
+        )
+        yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens_total)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens_total)
+        yield self._counter(
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache, once per request.",
+            stats.prefix_cache_query_tokens_total,
+        )
+        yield self._counter(
+            "prefix_cache_hits",
+            "Those of them that were found, and not computed.",
+            stats.prefix_cache_hit_tokens_total,
+        )
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions_total)
         yield self._counter("steps", "Engine steps.", stats.steps_total)
+        yield from self._queue(stats)
+        yield from self._speculation(stats)
         yield self._counter(
             "mixed_steps",
             "Steps that held two adapters or more, and the base model.",
@@ -190,6 +243,75 @@ class _StateCollector(Collector):
         for reason, count in sorted(stats.requests_finished_total.items()):
             ended.add_metric([self._model_name, reason], count)
         yield ended
+
+    def _queue(self, stats: EngineStats) -> Iterator[Metric]:
+        classes = GaugeMetricFamily(
+            "loraplex:num_requests_waiting_by_priority",
+            "Requests in the queue, by priority.",
+            labels=["model_name", "priority"],
+        )
+        for priority, count in sorted(stats.waiting_by_priority.items()):
+            classes.add_metric([self._model_name, str(priority)], count)
+        yield classes
+        skips = CounterMetricFamily(
+            "loraplex:requests_skipped",
+            "Blocked requests that others passed, once per step, by what they waited for.",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in sorted(stats.skips_total.items()):
+            skips.add_metric([self._model_name, reason], count)
+        yield skips
+        if stats.queue_time_counts:
+            bounds = [*map(str, WAIT_BUCKETS_S), "+Inf"]
+            waits = HistogramMetricFamily(
+                "loraplex:request_queue_time_seconds",
+                "From a request's arrival at the engine to its first step.",
+                labels=["model_name"],
+            )
+            waits.add_metric(
+                [self._model_name],
+                list(zip(bounds, accumulate(stats.queue_time_counts), strict=True)),
+                stats.queue_time_seconds_total,
+            )
+            yield waits
+        yield self._gauge(
+            "service_gap",
+            "Widest gap seen between two waiting tenants' virtual token counters (fair policy).",
+            stats.service_gap,
+        )
+        yield self._gauge(
+            "service_gap_promised",
+            "Widest gap that the requests admitted so far made possible.",
+            stats.service_gap_promised,
+        )
+        yield self._gauge(
+            "service_gap_bound",
+            "Widest gap that this replica's limits make possible.",
+            stats.service_gap_bound,
+        )
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._counter(
+            "spec_decode_num_drafts", "Rows and steps with draft tokens.", stats.spec_drafts_total
+        )
+        yield self._counter(
+            "spec_decode_num_draft_tokens",
+            "Draft tokens computed.",
+            stats.spec_draft_tokens_total,
+        )
+        yield self._counter(
+            "spec_decode_num_accepted_tokens",
+            "Draft tokens that were what was sampled.",
+            stats.spec_accepted_tokens_total,
+        )
+        per_position = CounterMetricFamily(
+            "loraplex:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by their place among a row's drafts (from 0).",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(stats.spec_accepted_per_position_total):
+            per_position.add_metric([self._model_name, str(position)], count)
+        yield per_position
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"loraplex:{name}", text, labels=["model_name"])

@@ -293,10 +293,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     mixed_steps_total: int  # steps that held at least two adapters and at least one base row
     rss_bytes: int
     uptime_s: float
+    waiting_by_priority: dict[int, int] = {}
+    queue_retry_after_s: float = 1.0  # what a request that is refused for a full queue is told
+    skips_total: dict[str, int] = {}  # blocked requests passed over, once per step, by reason
+    queue_time_counts: list[int] = []  # requests by wait before they first ran: `queue_meter`'s buckets
+    queue_time_seconds_total: float = 0.0
+    # Fair scheduling; all 0 under another policy. In units of service: `policies.fair`.
+    service_gap: float = 0.0  # widest seen between the accounts of two tenants who wait
+    service_gap_promised: float = 0.0  # widest that was possible, given what was admitted
+    service_gap_bound: float = 0.0  # widest that this replica's limits allow
     prefix_cache_query_tokens_total: int = 0  # prompt tokens looked up, once per request
     prefix_cache_hit_tokens_total: int = 0
+    spec_drafts_total: int = 0  # blocks of draft tokens: rows and steps that had some
     spec_draft_tokens_total: int = 0
     spec_accepted_tokens_total: int = 0
+    spec_accepted_per_position_total: list[int] = []  # by the token's place in its block
+    adapters_pinned: list[str] = []
+    adapters_loading: int = 0  # or waiting for a loader
+    adapters_disk: int = 0  # copies of a remote store's
+    adapter_disk_bytes: int = 0
     adapter_host_bytes: int = 0
     adapter_loads_total: int = 0
     adapter_load_failures_total: int = 0

@@ -25,18 +25,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
-from typing import Literal
 
 import numpy as np
 
+from loraplex_engine.config import Admission
 from loraplex_engine.errors import AdapterInvalidError, AdapterUnavailableError
 from loraplex_engine.kv.manager import Hit, KvManager
-from loraplex_engine.policies import Policy
+from loraplex_engine.policies import Policy, ServiceGap
+from loraplex_engine.queue_meter import QueueMeter
 from loraplex_engine.request import BASE_SLOT, BlockReason, Ending, Request, RequestStatus
 from loraplex_engine.speculative import DraftCounts, Drafter, DraftWant
 from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
-
-Admission = Literal["optimistic", "reserve"]
 
 # What a step keeps for prefills under way when waiting requests pass them: they finish, whoever comes.
 PASSED_SHARE = 8  # one token in so many
@@ -94,6 +93,7 @@ class _Batch:
     partials: deque[Request] = field(default_factory=deque)
     num_partials: int = 0  # rows that will be amid a prefill after this step, as far as is known
     num_preempted: int = 0
+    now_unix_s: float = 0.0
     # Adapters that a tenant asked for in this step in vain: each is asked for once.
     unavailable: dict[tuple[str, str], BlockReason] = field(default_factory=dict)
     draining: str | None = None  # the adapter that nobody may lease anew in this step
@@ -137,6 +137,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.num_preemptions = 0
+        self.meter = QueueMeter()
         self._kv = kv
         self._adapters = adapters
         self._waiting = policy
@@ -166,6 +167,16 @@ class Scheduler:
     @property
     def is_queue_full(self) -> bool:
         return len(self._waiting) >= self.limits.max_waiting
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a client that found the queue full should come again."""
+        return self.meter.retry_after_s(len(self._waiting))
+
+    @property
+    def service_gap(self) -> ServiceGap | None:
+        """How far apart tenants have been, where the policy keeps accounts."""
+        return self._waiting.service_gap()
 
     @property
     def num_blocks(self) -> int:
@@ -200,7 +211,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting.push(request)
+        self._enqueue(request)
         deadline = request.generate.deadline_unix_s
         if deadline is not None:
             heappush(self._deadlines, (deadline, request.seq, request))
@@ -213,6 +224,7 @@ class Scheduler:
             self._give_back(request)
         else:
             self._waiting.remove(request)
+            self.meter.leave(request)
         request.status = RequestStatus.FINISHED
         if self._drafter is not None:
             self._drafter.forget(request)
@@ -220,7 +232,9 @@ class Scheduler:
     def schedule(self, now_unix_s: float) -> Decision:
         """Decide the next step; its tokens count as computed from here on."""
         batch = _Batch(budget=self.limits.max_num_batched_tokens)
+        batch.now_unix_s = now_unix_s
         self._waiting.begin_step(now_unix_s)
+        self.meter.begin_step(now_unix_s)
         for request in self._running:
             self._waiting.charge(request)
         self._running.sort(key=self._waiting.rank)
@@ -250,6 +264,12 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens + num_sampled - 1
         self._drafter.note(request, num_drafts, num_sampled - 1)
 
+    def drop_drafts(self, request: Request, num_drafts: int) -> None:
+        """A running row with drafts got no number: its next step is to compute its last token alone."""
+        assert self._drafter is not None
+        request.num_computed_tokens = request.num_tokens - 1
+        self._drafter.note_spoilt(request, num_drafts)
+
     def note_step(self, step: Step, seconds: float) -> None:
         """A step took so long, from launch to result."""
         if self._drafter is None or not step.samples_B.all():
@@ -271,7 +291,7 @@ class Scheduler:
             num_held = self._kv.num_blocks_of(request.seq) * self._kv.block_size
             assert num_held >= request.num_computed_tokens, f"{request.identity} lacks blocks"
         waiting = list(self._waiting.requests())
-        assert len(waiting) == len(self._waiting)
+        assert len(waiting) == len(self._waiting) == sum(self.meter.num_by_priority.values())
         for request in waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert (request.row, request.adapter_slot) == (-1, BASE_SLOT)
@@ -364,7 +384,9 @@ class Scheduler:
                 budget = batch.budget - kept if batch.partials else batch.budget
                 verdict = self._try_to_admit(batch, head, budget)
                 if verdict is _Verdict.SKIPPED:
+                    assert head.blocked_on is not None
                     head.num_skips += 1
+                    self.meter.note_skip(head.blocked_on)
                 head = None if verdict is _Verdict.NO_ROOM else next(queue, None)
 
     def _continue_prefill(self, batch: _Batch, request: Request) -> None:
@@ -422,6 +444,8 @@ class Scheduler:
         self, batch: _Batch, request: Request, budget: int, hit: Hit
     ) -> BlockReason | None:
         """Why a request is to be skipped in this step, as far as can be said without side effects."""
+        if request.is_compiling:
+            return BlockReason.GRAMMAR
         reason = self._adapter_block_reason(batch, request)
         if reason is not None:
             return reason
@@ -480,6 +504,9 @@ class Scheduler:
 
     def _admit(self, batch: _Batch, request: Request, slot: int, budget: int, hit: Hit) -> None:
         """Give a waiting request a row and blocks; every check has been passed."""
+        if not request.has_begun:
+            self.meter.note_wait(batch.now_unix_s - request.arrived_at_unix_s)
+        self.meter.leave(request)
         self._waiting.admit(request)
         request.status = RequestStatus.RUNNING
         request.row = heappop(self._free_rows)
@@ -572,9 +599,13 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._waiting.push(request)
+        self._enqueue(request)
         self.num_preemptions += 1
         batch.num_preempted += 1
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.push(request)
+        self.meter.enter(request)
 
     def _end(self, batch: _Batch, request: Request, ending: Ending) -> None:
         self.remove(request)

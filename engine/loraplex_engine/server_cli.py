@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 
-from loraplex_engine.config import EngineConfig
+from loraplex_engine.config import Admission, EngineConfig, PolicyName
 from loraplex_engine.errors import EngineError
 from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
 from loraplex_engine.step_loop import Engine
@@ -119,19 +119,142 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(batch, "--max-num-batched-tokens", "Tokens per step.", type=int, default=512)
     flag(batch, "--max-num-seqs", "Requests that run at once.", type=int, default=64)
     flag(batch, "--max-waiting", "Requests that may queue.", type=int, default=256)
+    flag(batch, "--kv-watermark", "Share kept free when admitting.", type=float, default=0.02)
+
+    queue = parser.add_argument_group("scheduling")
     flag(
-        batch,
+        queue,
+        "--policy",
+        "Who is served first. fair: equal shares for tenants, by weight, within priority classes;"
+        " priority: urgent first, with aging; fcfs: strictly by priority, then arrival.",
+        default="fair",
+        choices=get_args(PolicyName),
+    )
+    flag(
+        queue,
+        "--aging-s",
+        "Seconds of waiting that outweigh a step of priority (priority), or after which a class that"
+        " was passed over gets a turn (fair).",
+        type=float,
+        default=30.0,
+    )
+    flag(
+        queue,
+        "--admission",
+        "optimistic: admit what there is room for now, preempt the last in line when it runs out;"
+        " reserve: only what has room for its prompt and max_tokens, so that nobody is preempted.",
+        default="optimistic",
+        choices=get_args(Admission),
+    )
+    flag(
+        queue,
         "--long-prefill-token-threshold",
         "Most prompt tokens of one request in a step.",
         type=int,
     )
+    flag(
+        queue,
+        "--max-partial-prefills",
+        "Requests amid a prefill that takes several steps; shorter ones pass the rest.",
+        type=int,
+    )
+    flag(
+        queue,
+        "--waiting-served-ratio",
+        "Admit only while so many requests wait for each that runs: fewer steps are slowed down by"
+        " prefills, and first tokens come later; 0: admit always.",
+        type=float,
+        default=0.0,
+    )
+    flag(
+        queue,
+        "--max-steps-closed",
+        "With that ratio: admit after so many steps in any case.",
+        type=int,
+        default=20,
+    )
     flag(batch, "--num-threads", "CPU threads; by default what the cgroup allows.", type=int)
+
+    cache = parser.add_argument_group("prefix cache")
+    flag(
+        cache,
+        "--no-prefix-cache",
+        "Keep nothing that was computed for the next request with the same beginning.",
+        action="store_true",
+    )
+    flag(
+        cache,
+        "--prefix-cache-tenant-share",
+        "Of all KV blocks, what each tenant's cached ones may take while others need room, 0 to 1; by"
+        " default an equal share.",
+        type=float,
+    )
+    flag(
+        cache,
+        "--public-prefix-file",
+        "JSON list of texts or token-id lists, no secrets, that all tenants share in the cache.",
+        type=Path,
+    )
+    flag(
+        cache,
+        "--events-address",
+        "Publish which blocks are cached, for routers: ipc:///dir/events.sock or tcp://host:port,"
+        " protected as --address is.",
+    )
 
     lora = parser.add_argument_group("adapters")
     flag(lora, "--store-url", "fsspec URL of the adapter store, file:///path or s3://bucket.")
     flag(lora, "--max-loras", "Adapter slots: most adapters in one step.", type=int, default=16)
     flag(lora, "--max-cpu-loras", "Adapters kept in host memory.", type=int, default=64)
+    flag(
+        lora,
+        "--max-cpu-lora-bytes",
+        "Memory that adapters may take; one that needs more is refused.",
+        type=int,
+        default=1024**3,
+    )
+    flag(
+        lora,
+        "--adapter-idle-s",
+        "Unused for so long, an adapter leaves host memory; by default never.",
+        type=float,
+    )
+    flag(
+        lora,
+        "--adapter-cache-bytes",
+        "Disk for copies of a remote store's adapters.",
+        type=int,
+        default=10 * 1024**3,
+    )
+    flag(
+        lora,
+        "--pin-adapter",
+        "Digest of an adapter to load at start and keep in host memory; again for more, or separated by"
+        " commas.",
+        action="append",
+        default=[],
+    )
     flag(lora, "--max-lora-rank", "Highest rank accepted.", type=int, default=64)
+
+    guessing = parser.add_argument_group(
+        "speculation", "Guess tokens and verify several per step; the text is the same with and without."
+    )
+    flag(
+        guessing,
+        "--speculative",
+        "ngram: guess from what was said before, always; auto: when measured to pay; off: never.",
+        default="auto",
+        choices=("off", "auto", "ngram"),
+    )
+    flag(
+        guessing,
+        "--num-speculative-tokens",
+        "Most guesses per request and step.",
+        type=int,
+        default=7,
+    )
+    flag(guessing, "--ngram-min", "Shortest repetition to guess from.", type=int, default=2)
+    flag(guessing, "--ngram-max", "Longest repetition looked for.", type=int, default=4)
 
     process = parser.add_argument_group("process")
     flag(process, "--metrics-host", "Bind of /live /ready /metrics.", default="127.0.0.1")
@@ -179,12 +302,30 @@ def read_options(
         max_num_batched_tokens=values.max_num_batched_tokens,
         max_num_seqs=values.max_num_seqs,
         max_waiting=values.max_waiting,
+        kv_watermark=values.kv_watermark,
+        policy=values.policy,
+        aging_s=values.aging_s,
+        admission=values.admission,
         long_prefill_token_threshold=values.long_prefill_token_threshold,
+        max_partial_prefills=values.max_partial_prefills,
+        waiting_served_ratio=values.waiting_served_ratio,
+        max_steps_closed=values.max_steps_closed,
+        prefix_cache=not values.no_prefix_cache,
+        prefix_cache_tenant_share=values.prefix_cache_tenant_share,
+        public_prefix_file=values.public_prefix_file,
         max_loras=values.max_loras,
         max_cpu_loras=values.max_cpu_loras,
+        max_cpu_lora_bytes=values.max_cpu_lora_bytes,
+        adapter_idle_s=values.adapter_idle_s,
+        adapter_cache_bytes=values.adapter_cache_bytes,
+        pinned_adapters=_split_commas(values.pin_adapter),
         max_lora_rank=values.max_lora_rank,
         store_url=values.store_url,
         num_threads=values.num_threads,
+        speculative=values.speculative,
+        num_speculative_tokens=values.num_speculative_tokens,
+        ngram_min=values.ngram_min,
+        ngram_max=values.ngram_max,
     )
     options = ServerOptions(
         address=values.address,
@@ -192,6 +333,7 @@ def read_options(
         journal_dir=values.journal_dir,
         advertise_address=values.advertise_address,
         redis_url=values.redis_url,
+        events_address=values.events_address,
         metrics_host=values.metrics_host,
         metrics_port=values.metrics_port,
         metrics_port_file=values.metrics_port_file,
@@ -203,6 +345,12 @@ def read_options(
         die_with_parent=values.die_with_parent,
     )
     return values, config, options
+
+
+def _split_commas(values: list[str] | str) -> tuple[str, ...]:
+    """A flag given several times, or an environment variable, which is one string."""
+    texts = [values] if isinstance(values, str) else values
+    return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 def set_up_logging(level: str, log_format: str) -> None:
@@ -252,7 +400,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # On the step thread: torch's import takes seconds, and its threads belong to it.
             from loraplex_engine.build import assemble_engine
 
-            return assemble_engine(config, image=values.image)
+            return assemble_engine(
+                config, image=values.image, publish_block_event=server.publish_block_event
+            )
 
         server = EngineServer(config, options, build)
         code = server.run()

@@ -402,6 +402,7 @@ async def test_a_full_queue_refuses_with_retry_after(folder: Path) -> None:
 
         assert caught.value.code == "queue_full"
         assert caught.value.retry_after_s is not None
+        assert caught.value.num_waiting >= 2
         replica.engine.executor.flowing.set()
         results = await asyncio.gather(*first, *tasks, return_exceptions=True)
         assert sum(isinstance(r, EngineRejectedError) for r in results) == 3
@@ -784,6 +785,10 @@ async def test_loading_ready_and_metrics(folder: Path) -> None:
             'loraplex:max_adapters_in_step{model_name="fake"} 1.0',
             'loraplex:requests_rejected_total{model_name="fake",reason="queue_full"} 1.0',
             'loraplex:step_duration_seconds_count{model_name="fake"} 8.0',
+            'loraplex:request_queue_time_seconds_bucket{le="+Inf",model_name="fake"} 1.0',
+            'loraplex:service_gap{model_name="fake"} 0.0',
+            'loraplex:service_gap_promised{model_name="fake"} 19.0',
+            'loraplex:service_gap_bound{model_name="fake"} ',
             "loraplex:last_step_timestamp_seconds{",
             "process_resident_memory_bytes",
         ):

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from loraplex_engine.request import Request
 
 Rank = tuple[Any, ...]  # comparable with every other rank of the same policy
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceGap:
+    """How far apart the accounts of two waiting tenants of a class have been since the start."""
+
+    widest: float  # seen
+    promised: float  # possible, from what the requests admitted might be charged
+    bound: float  # possible, whatever is sent
 
 
 class Policy(Protocol):
@@ -66,6 +76,10 @@ class Policy(Protocol):
         """Smaller is served first and preempted last."""
         ...
 
+    def service_gap(self) -> ServiceGap | None:
+        """None: this policy keeps no accounts."""
+        ...
+
 
 class StaticPolicy:
     """The queue of a policy whose ranks never change: a sorted list."""
@@ -110,3 +124,6 @@ class StaticPolicy:
 
     def rank(self, request: Request) -> Rank:
         raise NotImplementedError
+
+    def service_gap(self) -> ServiceGap | None:
+        return None

@@ -18,13 +18,14 @@ Source: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algo
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
-from loraplex_engine.policies.base import Rank
+from loraplex_engine.policies.base import Rank, ServiceGap
 from loraplex_engine.request import Request
 
 INPUT_WEIGHT = 1.0
@@ -36,30 +37,22 @@ MAX_IDLE_CLASSES = 64
 _by_seq = attrgetter("seq")
 
 
-def service_gap_bound(
-    *,
-    max_model_len: int,
-    max_num_seqs: int,
-    num_kv_tokens: int,
-    is_reserving: bool,
-    weight: float = 1.0,
+def max_charge(
+    *, max_model_len: int, max_num_seqs: int, num_kv_tokens: int, is_reserving: bool
 ) -> float:
-    """The most by which the accounts of two waiting tenants of a class can differ, by the limits alone.
+    """The bound on the service gap, for weights of 1: by so much at most can the accounts of two waiting
+    tenants of a class differ. The service that they get in any interval, divided by their weights,
+    differs by at most twice as much.
 
-    A tenant's account is the least when a request of it is admitted; until its next admission it can only
-    grow by what the requests that it has running may still be charged. Each has at most `max_model_len`
-    tokens, at most OUTPUT_WEIGHT apiece; so has a row, so `max_num_seqs` of them. When admission reserves,
-    they also are all in the cache at once, which is the paper's max(w_p * L_input, w_q * M).
-
-    The service that two such tenants get in any interval differs by at most twice as much.
-
-    Args:
-        weight: the smaller of the two tenants' weights.
+    A tenant's account is the least when a request of it is admitted; until its next admission it grows
+    only by what the requests that it then has running may still be charged. Each of these has a row and
+    at most `max_model_len` tokens; and where admission reserves, all their tokens fit the cache at once,
+    which makes this the paper's max(w_p * L_input, w_q * M).
     """
     num_tokens = max_num_seqs * max_model_len
     if is_reserving:
         num_tokens = min(num_tokens, num_kv_tokens)
-    return max(INPUT_WEIGHT, OUTPUT_WEIGHT) * num_tokens / weight
+    return max(INPUT_WEIGHT, OUTPUT_WEIGHT) * num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -106,14 +99,18 @@ class FairPolicy:
     O(log) per request looked at.
     """
 
-    def __init__(self, aging_s: float) -> None:
+    def __init__(self, aging_s: float, most_charged: float = math.inf) -> None:
+        """Keep no accounts yet.
+
+        Args:
+            most_charged: `max_charge` of the replica's limits; only reported.
+        """
         if not aging_s > 0:
             raise ValueError(f"aging_s is {aging_s}: it must be above 0")
         self.aging_s = aging_s
-        # Since the start: the widest difference between the accounts of two waiting tenants of a class,
-        # and the widest that was possible, from what was promised at each admission.
-        self.max_service_gap = 0.0
-        self.max_promised_gap = 0.0
+        self._most_charged = most_charged
+        self._least_weight = 1.0
+        self._widest_gap = self._widest_promised = 0.0
         self._classes: dict[int, _Class] = {}
         self._num_waiting = 0
         self._now_unix_s = 0.0
@@ -126,6 +123,7 @@ class FairPolicy:
     def push(self, request: Request) -> None:
         group, account = self._open_account(request)
         account.weight = request.generate.weight
+        self._least_weight = min(self._least_weight, account.weight)
         if not account.waiting:
             if not group.waiting:
                 group.waits_since_unix_s = self._now_unix_s
@@ -159,7 +157,14 @@ class FairPolicy:
             counters = [a.counter for a in group.waiting.values() if not a.is_blocked]
             if len(counters) > 1:
                 gap = max(counters) - min(counters)
-                self.max_service_gap = max(self.max_service_gap, gap)
+                self._widest_gap = max(self._widest_gap, gap)
+
+    def service_gap(self) -> ServiceGap:
+        return ServiceGap(
+            widest=self._widest_gap,
+            promised=self._widest_promised,
+            bound=self._most_charged / self._least_weight,
+        )
 
     def in_order(self) -> Iterator[Request]:
         yield from self._turns()
@@ -236,7 +241,7 @@ class FairPolicy:
         account.num_running += 1
         account.allowance += self._allowance(request)
         promised = (prompt + account.allowance) / account.weight
-        self.max_promised_gap = max(self.max_promised_gap, ahead + promised)
+        self._widest_promised = max(self._widest_promised, ahead + promised)
         account.counter += prompt / account.weight
         group.waits_since_unix_s = account.waits_since_unix_s = self._now_unix_s
 
