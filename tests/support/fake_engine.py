@@ -67,11 +67,15 @@ class Script:
     """What becomes of a request. Counts are of output tokens; times in seconds.
 
     `token_ids` None: tokens derived from prompt, adapter, seed and position, in [0, vocab_size).
+    `choices` are the token ids of each of n choices; None: `token_ids` for all of them, or derived
+    with seed + i. Choices take turns, and all counts below are of each one's tokens but
+    `error_after` and `crash_after`, which are of all together.
     A scripted list is cut at `max_tokens` and at a stop token; if it ends before either, the
     request finishes as "stop" there.
     """
 
     token_ids: Sequence[int] | None = None
+    choices: Sequence[Sequence[int]] | None = None
     tokens_per_event: int = 1
     first_token_delay_s: float = 0.0
     token_delay_s: float = 0.0
@@ -87,14 +91,33 @@ class Script:
 
 
 @dataclass
+class _Choice:
+    index: int
+    wanted: list[int]
+    reason: FinishReason
+    num_sent: int = 0
+    is_stopped: bool = False  # by an abort of this choice alone
+    is_over: bool = False
+
+
+@dataclass
 class _Running:
     identity: bytes
     request: Generate
     script: Script
+    choices: list[_Choice]
     task: asyncio.Task[None] | None = None
-    num_sent: int = 0
     abort: Abort | None = None
+    has_crashed: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_sent(self) -> int:
+        return sum(choice.num_sent for choice in self.choices)
+
+    @property
+    def live(self) -> list[_Choice]:
+        return [choice for choice in self.choices if not choice.is_over]
 
 
 class FakeEngine:
@@ -194,10 +217,11 @@ class FakeEngine:
         """The received messages of one kind."""
         return [message for message in self.received if isinstance(message, kind)]
 
-    def tokens_for(self, request: Generate, count: int) -> list[int]:
-        """The first `count` tokens of the default script."""
+    def tokens_for(self, request: Generate, count: int, index: int = 0) -> list[int]:
+        """The first `count` tokens of the default script, of choice `index`."""
+        choice_seed = (request.sampling.seed + index) % 2**64
         seed = msgspec.msgpack.encode(
-            (request.prompt_token_ids, request.adapter_digest, request.sampling.seed)
+            (request.prompt_token_ids, request.adapter_digest, choice_seed)
         )
         return [
             int.from_bytes(hashlib.sha256(seed + i.to_bytes(4)).digest()[:4]) % self.vocab_size
@@ -231,7 +255,10 @@ class FakeEngine:
             case Abort():
                 running = self._running.get((message.request_id, message.attempt))
                 if running is not None:
-                    running.abort = message
+                    if message.index is None:
+                        running.abort = message
+                    else:
+                        running.choices[message.index].is_stopped = True
                     running.wake.set()
             case StatsQuery():
                 await self._send(
@@ -271,42 +298,61 @@ class FakeEngine:
         await self._send(identity, Accepted(request_id=request.request_id, attempt=request.attempt))
         key = (request.request_id, request.attempt)
         if key not in self._running:
-            running = self._running[key] = _Running(identity, request, script)
+            choices = [self._plan(request, script, i) for i in range(request.sampling.n)]
+            running = self._running[key] = _Running(identity, request, script, choices)
             running.task = asyncio.create_task(self._run(running))
 
     async def _run(self, running: _Running) -> None:
         script = running.script
-        wanted, reason = self._plan(running)
         await self._rest(running, script.first_token_delay_s)
         if script.never_answers:
             await running.wake.wait()
-        while running.abort is None and running.num_sent < len(wanted):
-            if not await self._let_flow(running):
-                break
-            ids = wanted[running.num_sent : running.num_sent + script.tokens_per_event]
-            running.num_sent += len(ids)
-            self.num_tokens_sent += len(ids)
-            if script.crash_after is not None and running.num_sent >= script.crash_after:
-                await self._emit(running, ids, None)
-                self._crashing = asyncio.create_task(self.crash())
-                return
-            is_last = running.num_sent == len(wanted)
-            await self._emit(running, ids, reason if is_last else None)
-            if is_last:
-                return
+        while running.abort is None:
+            for choice in running.live:
+                if not await self._let_flow(running):
+                    break
+                await self._advance(running, choice)
+                if running.has_crashed or not running.live:
+                    return
+                if script.error_after is not None and running.num_sent >= script.error_after:
+                    await self._emit_end(running, "error")
+                    return
             await self._rest(running, script.token_delay_s)
-        if running.abort is not None:
-            is_fault = running.abort.is_platform_fault
-            reason = "stop" if running.abort.as_stop else "error" if is_fault else "abort"
-        await self._emit(running, [], reason)
+        is_fault = running.abort.is_platform_fault
+        reason: FinishReason = "error" if is_fault else "abort"
+        await self._emit_end(running, "stop" if running.abort.as_stop else reason)
 
-    def _plan(self, running: _Running) -> tuple[list[int], FinishReason]:
-        request, script = running.request, running.script
+    async def _advance(self, running: _Running, choice: _Choice) -> None:
+        """Send one event of a choice."""
+        script = running.script
+        if choice.is_stopped:
+            choice.is_over = True
+            running.wake.clear()
+            await self._emit(running, choice, [], "stop")
+            return
+        stop = choice.num_sent + script.tokens_per_event
+        if script.error_after is not None:
+            stop = min(stop, choice.num_sent + script.error_after - running.num_sent)
+        ids = choice.wanted[choice.num_sent : stop]
+        choice.num_sent += len(ids)
+        self.num_tokens_sent += len(ids)
+        if script.crash_after is not None and running.num_sent >= script.crash_after:
+            await self._emit(running, choice, ids, None)
+            running.has_crashed = True
+            self._crashing = asyncio.create_task(self.crash())
+            return
+        has_failed = script.error_after is not None and running.num_sent >= script.error_after
+        choice.is_over = choice.num_sent == len(choice.wanted) and not has_failed
+        if ids or choice.is_over:
+            await self._emit(running, choice, ids, choice.reason if choice.is_over else None)
+
+    def _plan(self, request: Generate, script: Script, index: int) -> _Choice:
         sampling = request.sampling
+        scripted = script.token_ids if script.choices is None else script.choices[index]
         ids = (
-            self.tokens_for(request, sampling.max_tokens)
-            if script.token_ids is None
-            else list(script.token_ids)
+            self.tokens_for(request, sampling.max_tokens, index)
+            if scripted is None
+            else list(scripted)
         )
         reason: FinishReason = "stop"
         if len(ids) >= sampling.max_tokens:
@@ -315,9 +361,7 @@ class FakeEngine:
             if token_id in sampling.stop_token_ids:
                 ids, reason = ids[: position + 1], "stop"
                 break
-        if script.error_after is not None and script.error_after <= len(ids):
-            ids, reason = ids[: script.error_after], "error"
-        return ids, reason
+        return _Choice(index, ids, reason)
 
     async def _rest(self, running: _Running, delay_s: float) -> None:
         if delay_s > 0:
@@ -340,17 +384,11 @@ class FakeEngine:
                     wait.cancel()
         return running.abort is None
 
-    async def _emit(self, running: _Running, ids: list[int], reason: FinishReason | None) -> None:
+    async def _emit(
+        self, running: _Running, choice: _Choice, ids: list[int], reason: FinishReason | None
+    ) -> None:
+        """An event of one choice; its last is the terminal one if no other choice is live."""
         request = running.request
-        usage = None
-        if reason is not None:
-            usage = Usage(
-                prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=running.num_sent,
-                cached_tokens=running.script.cached_tokens,
-            )
-            self._write_journal(request, reason, usage)
-            del self._running[(request.request_id, request.attempt)]
         is_stop_token = bool(ids) and ids[-1] in request.sampling.stop_token_ids
         logprobs = None
         if request.sampling.logprobs is not None:
@@ -358,20 +396,51 @@ class FakeEngine:
             logprobs = [
                 TokenLogprobs(-0.5, [i + k for k in tops], [-0.5 - k for k in tops]) for i in ids
             ]
-        error_code = running.script.error_code if running.abort is None else GIVEN_UP
-        event = TokenEvent(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_token_id=ids[-1] if reason == "stop" and is_stop_token else None,
-            usage=usage,
-            error_code=error_code if reason == "error" else None,
-            error_message="failed by the script" if reason == "error" else None,
+        await self._send_event(
+            running,
+            TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                index=choice.index,
+                token_ids=ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_token_id=ids[-1] if reason == "stop" and is_stop_token else None,
+                usage=self._close(running, reason) if reason and not running.live else None,
+            ),
         )
+
+    async def _emit_end(self, running: _Running, reason: FinishReason) -> None:
+        """The terminal event of a request that ended as a whole."""
+        request = running.request
+        error_code = running.script.error_code if running.abort is None else GIVEN_UP
+        await self._send_event(
+            running,
+            TokenEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                finish_reason=reason,
+                usage=self._close(running, reason),
+                error_code=error_code if reason == "error" else None,
+                error_message="failed by the script" if reason == "error" else None,
+            ),
+        )
+
+    async def _send_event(self, running: _Running, event: TokenEvent) -> None:
         frame = StepFrame(step_id=next(self._step_ids), events=[event])
         await self._send(running.identity, frame)
+
+    def _close(self, running: _Running, reason: FinishReason) -> Usage:
+        """Journal a request and forget it."""
+        request = running.request
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=running.num_sent,
+            cached_tokens=running.script.cached_tokens,
+        )
+        self._write_journal(request, reason, usage)
+        del self._running[(request.request_id, request.attempt)]
+        return usage
 
     def _write_journal(self, request: Generate, reason: FinishReason, usage: Usage) -> None:
         entry = JournalEntry(

@@ -7,7 +7,7 @@ with exactly one frame that has a `finish_reason`, then the usage if it was aske
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import UUID
 
@@ -47,6 +47,15 @@ class AnswerHead:
     system_fingerprint: str
     includes_usage: bool  # in a stream
     num_top_logprobs: int | None  # None: no logprobs were asked for
+    num_choices: int = 1
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """All of one choice."""
+
+    piece: TextPiece = field(default_factory=TextPiece)
+    reason: FinishReasonText = "stop"
 
 
 class Answer(Protocol):
@@ -56,15 +65,19 @@ class Answer(Protocol):
         """Once the first token is there."""
         ...
 
-    def frame(self, piece: TextPiece) -> bytes:
-        """Released text."""
+    def frame(self, index: int, piece: TextPiece) -> bytes:
+        """Released text of a choice."""
         ...
 
-    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
-        """The end, and the usage."""
+    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
+        """The end of a choice."""
         ...
 
-    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+    def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
+        """The usage, if it was asked for."""
+        ...
+
+    def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
         """Everything in one body."""
         ...
 
@@ -77,34 +90,46 @@ class ChatAnswer:
         self._token_bytes = token_bytes
 
     def first_frames(self) -> Iterator[bytes]:
-        """The role."""
-        yield self._chunk(ChunkChoice(delta=Delta(role="assistant", content="")))
+        """The role, once for every choice."""
+        for index in range(self._head.num_choices):
+            yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
 
-    def frame(self, piece: TextPiece) -> bytes:
+    def frame(self, index: int, piece: TextPiece) -> bytes:
         """A piece of content."""
         return self._chunk(
-            ChunkChoice(delta=Delta(content=piece.text), logprobs=self._logprobs(piece.tokens))
+            ChunkChoice(
+                index=index,
+                delta=Delta(content=piece.text),
+                logprobs=self._logprobs(piece.tokens),
+            )
         )
 
-    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
-        """The terminal chunk; the usage chunk has no choices."""
-        yield self._chunk(ChunkChoice(delta=Delta(), finish_reason=reason))
+    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
+        """A choice's terminal chunk."""
+        return self._chunk(ChunkChoice(index=index, delta=Delta(), finish_reason=reason))
+
+    def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
+        """The usage chunk, which has no choices."""
         if self._head.includes_usage:
             yield self._chunk(None, usage)
 
-    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+    def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
         """The body of an answer that is not streamed."""
-        choice = ChatChoice(
-            message=AssistantMessage(content=piece.text),
-            logprobs=self._logprobs(piece.tokens),
-            finish_reason=reason,
-        )
+        shown = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=choice.piece.text),
+                logprobs=self._logprobs(choice.piece.tokens),
+                finish_reason=choice.reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
         return encode_json(
             ChatCompletion(
                 id=f"chatcmpl-{self._head.request_id.hex}",
                 created=self._head.created,
                 model=self._head.model,
-                choices=[choice],
+                choices=shown,
                 usage=usage,
                 system_fingerprint=self._head.system_fingerprint,
             )
@@ -152,27 +177,38 @@ class CompletionAnswer:
         """Nothing: there is no role."""
         yield from ()
 
-    def frame(self, piece: TextPiece) -> bytes:
+    def frame(self, index: int, piece: TextPiece) -> bytes:
         """A piece of text."""
-        return self._completion(self._choice(piece, None), None)
+        return self._completion([self._choice(index, piece, None)], None)
 
-    def last_frames(self, reason: FinishReasonText, usage: UsageReport) -> Iterator[bytes]:
-        """The terminal frame; the usage frame has no choices."""
-        yield self._completion(self._choice(TextPiece(), reason), None)
+    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
+        """A choice's terminal frame."""
+        return self._completion([self._choice(index, TextPiece(), reason)], None)
+
+    def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
+        """The usage frame, which has no choices."""
         if self._head.includes_usage:
-            yield self._completion(None, usage)
+            yield self._completion([], usage)
 
-    def whole(self, piece: TextPiece, reason: FinishReasonText, usage: UsageReport) -> bytes:
+    def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
         """The body of an answer that is not streamed."""
-        return self._completion(self._choice(piece, reason), usage, is_whole=True)
+        shown = [
+            self._choice(index, choice.piece, choice.reason) for index, choice in enumerate(choices)
+        ]
+        return self._completion(shown, usage, is_whole=True)
 
-    def _choice(self, piece: TextPiece, reason: FinishReasonText | None) -> CompletionChoice:
+    def _choice(
+        self, index: int, piece: TextPiece, reason: FinishReasonText | None
+    ) -> CompletionChoice:
         return CompletionChoice(
-            text=piece.text, logprobs=self._logprobs(piece.tokens), finish_reason=reason
+            index=index,
+            text=piece.text,
+            logprobs=self._logprobs(piece.tokens),
+            finish_reason=reason,
         )
 
     def _completion(
-        self, choice: CompletionChoice | None, usage: UsageReport | None, *, is_whole: bool = False
+        self, choices: list[CompletionChoice], usage: UsageReport | None, *, is_whole: bool = False
     ) -> bytes:
         shown: UsageReport | UnsetType | None = (
             usage if is_whole or self._head.includes_usage else UNSET
@@ -183,7 +219,7 @@ class CompletionAnswer:
                 created=self._head.created,
                 model=self._head.model,
                 system_fingerprint=self._head.system_fingerprint,
-                choices=[] if choice is None else [choice],
+                choices=choices,
                 usage=shown,
             )
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -20,7 +19,13 @@ from starlette.requests import ClientDisconnect
 
 from loraplex_platform.errors import ModelNotFoundError
 from loraplex_platform.gateway import openapi, queries
-from loraplex_platform.gateway.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from loraplex_platform.gateway.answers import (
+    Answer,
+    AnswerHead,
+    ChatAnswer,
+    CompletionAnswer,
+    WholeChoice,
+)
 from loraplex_platform.gateway.context import Caller, Gateway, ThisGateway
 from loraplex_platform.gateway.errors import (
     AbandonedError,
@@ -32,10 +37,19 @@ from loraplex_platform.gateway.errors import (
 from loraplex_platform.gateway.event_stream import DONE, EventStream, frame
 from loraplex_platform.gateway.middleware import ARRIVED_S, REQUEST_UUID, request_id_of
 from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest
-from loraplex_platform.gateway.pump import Failed, Finished, Job, Pump, PumpEvent, Started
+from loraplex_platform.gateway.pump import (
+    ChoiceEnded,
+    ChoicePiece,
+    Failed,
+    Finished,
+    Job,
+    Pump,
+    PumpEvent,
+    Started,
+)
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
+from loraplex_platform.gateway.sampling import check_ids, sampling_params
 from loraplex_platform.gateway.templates import ChatMessage
-from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tokenization import too_long
 from loraplex_platform.ids import format_id
 from loraplex_platform.tenancy.authentication import Authenticated
@@ -77,7 +91,7 @@ async def create_chat_completion(
         endpoint="chat.completions",
         body=body,
         prompt_ids=prompt_ids,
-        sampling=_sampling(gateway, body, max_tokens, num_top_logprobs),
+        sampling=await sampling_params(gateway.tokenizer, body, max_tokens, num_top_logprobs),
     )
     return await _run(
         request,
@@ -101,7 +115,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
     else:
         prompt_ids = body.prompt
         _check_prompt(prompt_ids, context_length, "prompt")
-        _check_ids(prompt_ids, gateway.tokenizer.vocab_size)
+        check_ids("prompt", prompt_ids, gateway.tokenizer.vocab_size)
     max_tokens = body.max_tokens or min(
         _DEFAULT_COMPLETION_TOKENS, context_length - len(prompt_ids)
     )
@@ -114,7 +128,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         endpoint="completions",
         body=body,
         prompt_ids=prompt_ids,
-        sampling=_sampling(gateway, body, max_tokens, body.logprobs),
+        sampling=await sampling_params(gateway.tokenizer, body, max_tokens, body.logprobs),
     )
     return await _run(
         request,
@@ -172,15 +186,6 @@ def _context_length(gateway: Gateway, model: queries.ServedModel) -> int:
     return gateway.router.max_model_len(model.base_model, gateway.tokenizer.context_length)
 
 
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    for position, token_id in enumerate(ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidValueError(
-                f"Invalid value for 'prompt[{position}]': token ids go from 0 to {vocab_size - 1}.",
-                param=f"prompt[{position}]",
-            )
-
-
 def _check_prompt(ids: list[int], context_length: int, param: str) -> None:
     if not ids:
         raise InvalidValueError(f"'{param}' is empty: at least one token is needed.", param=param)
@@ -196,25 +201,6 @@ def _check_max_tokens(max_tokens: int, num_prompt: int, context_length: int, par
             f" in all. Ask for at most {context_length - num_prompt}.",
             param=param,
         )
-
-
-def _sampling(
-    gateway: Gateway,
-    body: ChatRequest | CompletionRequest,
-    max_tokens: int,
-    num_logprobs: int | None,
-) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
-        # Without a seed every request gets its own: two replicas must not answer alike by accident.
-        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
-        stop_token_ids=() if body.ignore_eos else gateway.tokenizer.end_token_ids,
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=num_logprobs,
-    )
 
 
 def _job(
@@ -240,6 +226,7 @@ def _job(
         prompt_ids=prompt_ids,
         sampling=sampling,
         stops=stops,
+        shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
     )
@@ -301,6 +288,7 @@ async def _run(
             system_fingerprint=_system_fingerprint(fingerprint, revision),
             includes_usage=includes_usage,
             num_top_logprobs=num_top_logprobs,
+            num_choices=job.sampling.n,
         )
         answer = shape(head, gateway.tokenizer.token_bytes)
         headers = {"x-loraplex-revision": revision}
@@ -337,14 +325,16 @@ async def _first_event(pump: Pump, hold_s: float, *, is_bounded: bool) -> PumpEv
 
 
 async def _whole(pump: Pump, answer: Answer, first: PumpEvent | None) -> bytes:
-    whole = TextPiece()
+    choices = [WholeChoice() for _ in range(pump.job.sampling.n)]
     event = first
     while True:
         match event:
-            case TextPiece():
-                whole.extend(event)
+            case ChoicePiece():
+                choices[event.index].piece.extend(event.piece)
+            case ChoiceEnded():
+                choices[event.index].reason = event.reason
             case Finished():
-                return answer.whole(whole, event.reason, event.usage)
+                return answer.whole(choices, event.usage)
             case Failed():
                 raise event.error
         event = await pump.next_event()
@@ -357,15 +347,17 @@ async def _chunks(
     has_begun = False
     event = first
     while True:
-        if isinstance(event, Started | TextPiece | Finished) and not has_begun:
+        if not (has_begun or event is None or isinstance(event, Failed)):
             has_begun = True
             for json in answer.first_frames():
                 yield frame(json)
         match event:
-            case TextPiece():
-                yield frame(answer.frame(event))
+            case ChoicePiece():
+                yield frame(answer.frame(event.index, event.piece))
+            case ChoiceEnded():
+                yield frame(answer.end_frame(event.index, event.reason))
             case Finished():
-                for json in answer.last_frames(event.reason, event.usage):
+                for json in answer.last_frames(event.usage):
                     yield frame(json)
                 yield DONE
                 return

@@ -9,16 +9,60 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from loraplex_engine.protocol import MAX_LOGPROBS
+from loraplex_engine import protocol
+from loraplex_engine.protocol import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+)
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_COMPLETION_LOGPROBS = 5
+MAX_BAD_WORDS = protocol.MAX_BAD_WORDS // 2  # each is banned with and without a space before it
 
 _Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
-_TopK = Annotated[int, Meta(ge=0, le=2**31 - 1, description="Extra: 0 switches it off.")]
+_TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="Extra: 0 and -1 switch it off.")]
+_MinP = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=1,
+        description="Extra: tokens less likely than this times the most likely one are dropped.",
+    ),
+]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_RepetitionPenalty = Annotated[
+    float,
+    Meta(ge=0.01, le=100, description="Extra: over prompt and output; 1 switches it off."),
+]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
+_LogitBias = Annotated[
+    dict[str, _Bias],
+    Meta(max_length=MAX_LOGIT_BIASES, description="By token id, written as a string."),
+]
+_MinTokens = Annotated[
+    int, Meta(ge=0, le=2**31 - 1, description="Extra: nothing stops before so many tokens.")
+]
+_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_StopTokenIds = Annotated[
+    list[_TokenId],
+    Meta(max_length=MAX_STOP_TOKEN_IDS, description="Extra: tokens that end the answer."),
+]
+_AllowedTokenIds = Annotated[
+    list[_TokenId], Meta(min_length=1, description="Extra: no other token is sampled.")
+]
+_BadWords = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Meta(
+        max_length=MAX_BAD_WORDS,
+        description="Extra: never sampled, as the tokenizer writes them with and without a space.",
+    ),
+]
+_N = Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices, each of its own draw.")]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -54,40 +98,47 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tool_calls: list[Any] | None = None
 
 
-class ChatRequest(Struct, frozen=True, kw_only=True):
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """What both endpoints take: OpenAI's names, and vLLM's for what OpenAI lacks ("Extra")."""
+
+    model: _Model
+    max_tokens: _MaxTokens | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    n: _N | None = None
+    seed: _Seed | None = None
+    stop: _Stop | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: _LogitBias | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: _TopK | None = None
+    min_p: _MinP | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    min_tokens: _MinTokens | None = None
+    stop_token_ids: _StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: _BadWords | None = None
+    allowed_token_ids: _AllowedTokenIds | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    model: _Model
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _MaxTokens | None = None
-    max_tokens: _MaxTokens | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    top_k: _TopK | None = None
-    seed: _Seed | None = None
-    stop: _Stop | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
 
 
-class CompletionRequest(Struct, frozen=True, kw_only=True):
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/completions`. `prompt` is checked by `request_parsing.py`."""
 
-    model: _Model
     prompt: Any
-    max_tokens: _MaxTokens | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    top_k: _TopK | None = None
-    seed: _Seed | None = None
-    stop: _Stop | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # only as large as n
 
 
 # ---------------------------------------------------------------------------- responses
@@ -171,7 +222,7 @@ class AssistantMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    """The only choice."""
+    """One of n."""
 
     index: int = 0
     message: AssistantMessage
@@ -199,7 +250,7 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChunkChoice(Struct, frozen=True, kw_only=True):
-    """The only choice of a chunk."""
+    """The choice that a chunk adds to."""
 
     index: int = 0
     delta: Delta
@@ -220,7 +271,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """The only choice, whole or in a frame."""
+    """One of n, whole or in a frame."""
 
     index: int = 0
     text: str

@@ -8,6 +8,7 @@ one of these closes the books:
 |---|---|
 | stop, length | billed in full |
 | stop string completed | billed up to the token that completes it; the rest discarded past stop |
+| n choices | each by the rows above: the prompt once, the completions of all; done when all are |
 | client gone | billed: prompt and what the engine had generated when it saw the abort |
 | engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
 | refused by the engine, or gone before dispatch | void |
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from uuid import UUID
 
@@ -75,12 +76,13 @@ class Job:
     prompt_ids: list[int]
     sampling: SamplingParams
     stops: tuple[str, ...]
+    shows_stop: bool  # whether the answer includes the stop string
     arrived_s: float  # monotonic
     timeout_s: float
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and the longest completion."""
+        """Prompt and one choice's longest completion."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
 
@@ -92,10 +94,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The end, with what is billed."""
+class ChoicePiece:
+    """Released text of one choice."""
 
+    index: int
+    piece: TextPiece
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """One choice has all its text."""
+
+    index: int
     reason: FinishReasonText
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end: every choice has ended, and this is billed."""
+
     usage: UsageReport
 
 
@@ -106,7 +123,7 @@ class Failed:
     error: PlatformError
 
 
-PumpEvent = Started | TextPiece | Finished | Failed
+PumpEvent = Started | ChoicePiece | ChoiceEnded | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +136,19 @@ class _Ending:
 
 
 @dataclass(slots=True)
-class _Clock:
-    arrived_s: float
-    first_token_s: float | None = None
+class _Choice:
+    """One completion on its way."""
+
+    text: TextStream
+    num_observed: int = 0  # tokens that have reached us
     last_token_s: float | None = None
+    reason: FinishReasonText | None = None  # it has ended
+    has_aborted: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that count: none past a stop string."""
+        return self.text.num_tokens if self.text.is_stopped else self.num_observed
 
 
 @dataclass(slots=True, eq=False)
@@ -138,10 +164,9 @@ class Pump:
     metrics: GatewayMetrics
     events: asyncio.Queue[PumpEvent] = field(default_factory=asyncio.Queue)
     lease_token: int | None = None
-    num_observed: int = 0  # tokens that have reached us
     is_over: bool = False
-    _text: TextStream = field(init=False)
-    _clock: _Clock = field(init=False)
+    _choices: list[_Choice] = field(init=False)
+    _first_token_s: float | None = field(default=None, init=False)
     _stream: EngineStream | None = field(default=None, init=False)
     _is_abandoned: bool = field(default=False, init=False)
     _is_dispatched: bool = field(default=False, init=False)  # the engine may know of it
@@ -150,8 +175,18 @@ class Pump:
     _killed_by: PlatformError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._text = TextStream(self.token_bytes, self.job.stops)
-        self._clock = _Clock(self.job.arrived_s)
+        job = self.job
+        self._choices = [
+            _Choice(
+                TextStream(
+                    self.token_bytes,
+                    job.stops,
+                    min_tokens=job.sampling.min_tokens,
+                    shows_stop=job.shows_stop,
+                )
+            )
+            for _ in range(job.sampling.n)
+        ]
 
     # ------------------------------------------------------------------ the listener's side
 
@@ -184,7 +219,7 @@ class Pump:
         if self.lease_token is None or self.is_over:
             return None
         # The sweeper may bill up to the checkpoint: nothing past a stop string may be in it.
-        checkpoint = self._text.num_tokens if self._text.is_stopped else self.num_observed
+        checkpoint = sum(choice.num_kept for choice in self._choices)
         return Renewal(self.job.request_id, self.lease_token, checkpoint)
 
     # ------------------------------------------------------------------ the task
@@ -214,7 +249,7 @@ class Pump:
         finally:
             self.is_over = True
             self.metrics.in_flight.dec()
-            elapsed_s = time.monotonic() - self._clock.arrived_s
+            elapsed_s = time.monotonic() - self.job.arrived_s
             self.metrics.e2e_latency.labels(self.job.endpoint).observe(elapsed_s)
 
     async def _reserve(self) -> None:
@@ -229,7 +264,7 @@ class Pump:
                 model=job.model.public_name,
                 owner=self.owner,
                 est_prompt_tokens=len(job.prompt_ids),
-                est_completion_tokens=job.sampling.max_tokens,
+                est_completion_tokens=job.sampling.max_tokens * job.sampling.n,
                 is_stream=job.is_stream,
                 has_stop_strings=bool(job.stops),
                 deployment_id=job.model.deployment_id,
@@ -244,7 +279,7 @@ class Pump:
     # ------------------------------------------------------------------ generating
 
     async def _generate(self) -> _Ending:
-        deadline_s = self._clock.arrived_s + self.job.timeout_s
+        deadline_s = self.job.arrived_s + self.job.timeout_s
         try:
             async with asyncio.timeout_at(_loop_time(deadline_s)):
                 refusal = await self._dispatch()
@@ -321,13 +356,13 @@ class Pump:
         try:
             async for event in self._stream:
                 self._take(event)
-                if event.finish_reason is not None:
-                    return self._ended_by(event)
+                if event.usage is not None:
+                    return self._ended_by(event, event.usage)
         except EngineLostError:
             pass
         # Lost, or a stream that ended without a terminal event, which is the same to us.
-        if self._text.is_stopped:
-            return self._completed("stop", self._observed_usage(), "observed")
+        if self._has_all_text:
+            return self._completed(self._observed_usage(), "observed")
         lost = EngineLostMidwayError(
             "The engine was lost while it ran the request; nothing is billed.",
             retry_after_s=RETRY_AFTER_S,
@@ -346,38 +381,56 @@ class Pump:
         return self._fault(error, "lost", "observed")
 
     def _take(self, event: TokenEvent) -> None:
-        """Count the tokens and release their text."""
-        if not event.token_ids:
-            return
-        self._note_times(len(event.token_ids))
-        if self.num_observed == 0:
-            welcome = self.replica.client.welcome
-            fingerprint = self.replica.record.model_fingerprint
-            self.events.put_nowait(
-                Started(fingerprint if welcome is None else welcome.model_fingerprint)
-            )
-        self.num_observed += len(event.token_ids)
+        """Count a choice's tokens and release their text."""
+        choice = self._choices[event.index]
+        if event.token_ids:
+            self._note_times(choice, len(event.token_ids))
+            choice.num_observed += len(event.token_ids)
+            self._release(event.index, self._text_of(choice, event))
+        if choice.text.is_stopped:
+            self._end_choice(event.index, "stop")
+            if event.finish_reason is None:
+                self._abort_choice(event.index)
+        elif event.finish_reason in ("stop", "length"):
+            self._end_choice(event.index, event.finish_reason)
+
+    def _text_of(self, choice: _Choice, event: TokenEvent) -> TextPiece:
         piece = TextPiece()
         for position, token_id in enumerate(event.token_ids):
-            if self._text.is_stopped:
+            if choice.text.is_stopped:
                 break
             is_last = position == len(event.token_ids) - 1
-            if is_last and event.finish_reason == "stop" and event.stop_token_id == token_id:
-                self._text.count()
+            is_stop = is_last and event.finish_reason == "stop" and event.stop_token_id == token_id
+            if is_stop and not self.job.shows_stop:
+                choice.text.count()
             else:
                 logprobs = None if event.logprobs is None else event.logprobs[position]
-                piece.extend(self._text.push(token_id, logprobs))
-        if piece:
-            self.events.put_nowait(piece)
-        if self._text.is_stopped and event.finish_reason is None:
-            self._abort(is_platform_fault=False)
+                piece.extend(choice.text.push(token_id, logprobs))
+        return piece
 
-    def _ended_by(self, event: TokenEvent) -> _Ending:
-        usage = event.usage or self._observed_usage()
-        if self._text.is_stopped:
-            return self._completed("stop", usage, "terminal")
+    def _release(self, index: int, piece: TextPiece) -> None:
+        if piece:
+            self.events.put_nowait(ChoicePiece(index, piece))
+
+    def _end_choice(self, index: int, reason: FinishReasonText) -> None:
+        """Release the rest of a choice and say that it has ended, once."""
+        choice = self._choices[index]
+        if choice.reason is None:
+            self._release(index, choice.text.finish())
+            choice.reason = reason
+            self.events.put_nowait(ChoiceEnded(index, reason))
+
+    @property
+    def _has_all_text(self) -> bool:
+        return all(choice.reason is not None for choice in self._choices)
+
+    def _ended_by(self, event: TokenEvent, usage: Usage) -> _Ending:
         if event.finish_reason in ("stop", "length"):
-            return self._completed(event.finish_reason, usage, "terminal")
+            # Of the last choice alone, unless the engine ended the others with it.
+            for index in range(len(self._choices)):
+                self._end_choice(index, event.finish_reason)
+        if self._has_all_text:
+            return self._completed(usage, "terminal")
         if event.finish_reason == "abort" and self._killed_by is None and self._is_abandoned:
             attempt = self._attempt(usage, "aborted", "terminal")
             return _Ending(attempt, Failed(AbandonedError("The client is gone.")), "abort")
@@ -386,17 +439,12 @@ class Pump:
 
     # ------------------------------------------------------------------ endings
 
-    def _completed(self, reason: FinishReasonText, usage: Usage, source: Source) -> _Ending:
+    def _completed(self, usage: Usage, source: Source) -> _Ending:
         attempt = self._attempt(usage, "completed", source)
-        if self._text.is_stopped:
-            past_stop = usage.completion_tokens - self._text.num_tokens
-            attempt = replace(attempt, discarded_past_stop=past_stop)
-        tail = self._text.finish()
-        if tail:
-            self.events.put_nowait(tail)
         billed = attempt.generated - attempt.discarded_past_stop
         report = UsageReport.of(usage.prompt_tokens, billed, usage.cached_tokens)
-        return _Ending(attempt, Finished(reason, report), reason)
+        reasons = {choice.reason for choice in self._choices}
+        return _Ending(attempt, Finished(report), "length" if "length" in reasons else "stop")
 
     def _fault(
         self, error: PlatformError, outcome: Outcome, source: Source, usage: Usage | None = None
@@ -414,12 +462,23 @@ class Pump:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated=usage.completion_tokens,
+            discarded_past_stop=self._num_past_stop(usage),
             attempt=_ATTEMPT,
             replica_id=self.replica.record.replica_id,
         )
 
+    def _num_past_stop(self, usage: Usage) -> int:
+        """Tokens that choices generated after their stop string."""
+        if all(choice.text.is_stopped for choice in self._choices):
+            # Also what the engine sampled and never sent.
+            return usage.completion_tokens - sum(choice.num_kept for choice in self._choices)
+        return sum(choice.num_observed - choice.num_kept for choice in self._choices)
+
     def _observed_usage(self) -> Usage:
-        return Usage(prompt_tokens=len(self.job.prompt_ids), completion_tokens=self.num_observed)
+        return Usage(
+            prompt_tokens=len(self.job.prompt_ids),
+            completion_tokens=sum(choice.num_observed for choice in self._choices),
+        )
 
     async def _close_books(self, ending: _Ending) -> None:
         """Write the ending, trying for as long as it can matter; tell the client meanwhile."""
@@ -459,7 +518,7 @@ class Pump:
             )
             self.metrics.requests_finished.labels("rejected").inc()
             return
-        clock = self._clock
+        first_s, arrived_s = self._first_token_s, self.job.arrived_s
         result = await metering.settle(
             self.sessions,
             Settlement(
@@ -470,12 +529,8 @@ class Pump:
                 finish_reason=ending.finish_reason,
                 http_status=status,
                 error_code=code,
-                ttft_ms=(
-                    None
-                    if clock.first_token_s is None
-                    else round((clock.first_token_s - clock.arrived_s) * 1000)
-                ),
-                e2e_ms=round((time.monotonic() - clock.arrived_s) * 1000),
+                ttft_ms=None if first_s is None else round((first_s - arrived_s) * 1000),
+                e2e_ms=round((time.monotonic() - arrived_s) * 1000),
             ),
         )
         if result.applied:
@@ -497,22 +552,35 @@ class Pump:
             self.replica.client.abort(
                 str(self.job.request_id),
                 _ATTEMPT,
-                as_stop=self._text.is_stopped,
+                as_stop=self._has_all_text,
                 is_platform_fault=is_platform_fault,
             )
 
-    def _note_times(self, num_tokens: int) -> None:
+    def _abort_choice(self, index: int) -> None:
+        """A stop string has completed: this choice needs no more tokens."""
+        choice = self._choices[index]
+        if len(self._choices) == 1:
+            self._abort(is_platform_fault=False)
+        elif not (choice.has_aborted or self._has_aborted):
+            choice.has_aborted = True
+            self.replica.client.abort(str(self.job.request_id), _ATTEMPT, as_stop=True, index=index)
+
+    def _note_times(self, choice: _Choice, num_tokens: int) -> None:
         now_s = time.monotonic()
-        clock = self._clock
-        if clock.first_token_s is None or clock.last_token_s is None:
-            clock.first_token_s = now_s
+        if self._first_token_s is None:
+            self._first_token_s = now_s
             histogram = self.metrics.time_to_first_token.labels(self.job.endpoint)
-            histogram.observe(now_s - clock.arrived_s)
-        else:
-            gap_s = (now_s - clock.last_token_s) / num_tokens
+            histogram.observe(now_s - self.job.arrived_s)
+            welcome = self.replica.client.welcome
+            fingerprint = self.replica.record.model_fingerprint
+            self.events.put_nowait(
+                Started(fingerprint if welcome is None else welcome.model_fingerprint)
+            )
+        if choice.last_token_s is not None:
+            gap_s = (now_s - choice.last_token_s) / num_tokens
             for _ in range(num_tokens):
                 self.metrics.inter_token_latency.labels(self.job.endpoint).observe(gap_s)
-        clock.last_token_s = now_s
+        choice.last_token_s = now_s
 
     def _count(self, usage: AttemptUsage, reason: str) -> None:
         is_fault = usage.outcome in ("fault", "lost")
@@ -599,7 +667,10 @@ def _refusal(error: EngineRejectedError) -> PlatformError:
     retry_after_s = error.retry_after_s or 1.0
     match error.code:
         case "queue_full":
-            return OverloadedError("The engines are full; try again.", retry_after_s=retry_after_s)
+            state = f" ({error.num_waiting} requests are waiting)" if error.num_waiting else ""
+            return OverloadedError(
+                f"The engines are full{state}; try again.", retry_after_s=retry_after_s
+            )
         case "draining":
             return OverloadedError(
                 "The engine is restarting; try again.", code="draining", retry_after_s=retry_after_s

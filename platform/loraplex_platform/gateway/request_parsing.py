@@ -35,10 +35,6 @@ def _one_of(*values: object) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(v) and value == v for v in values)
 
 
-def _is_zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
-
-
 def _is_empty(value: object) -> bool:
     return isinstance(value, list | dict | str) and not value
 
@@ -60,13 +56,7 @@ def _never(_: object) -> bool:
 
 
 # Values that change nothing; null is one for every field.
-_NEUTRAL_IN_BOTH: Final[dict[str, Callable[[Any], bool]]] = {
-    "n": _one_of(1),
-    "presence_penalty": _is_zero,
-    "frequency_penalty": _is_zero,
-    "logit_bias": _is_empty,
-    "user": _is_text,
-}
+_NEUTRAL_IN_BOTH: Final[dict[str, Callable[[Any], bool]]] = {"user": _is_text}
 _NEUTRAL_IN_CHAT: Final[_Rules] = {
     **_NEUTRAL_IN_BOTH,
     "audio": _never,
@@ -92,7 +82,6 @@ _NEUTRAL_IN_CHAT: Final[_Rules] = {
 }
 _NEUTRAL_IN_COMPLETIONS: Final[_Rules] = {
     **_NEUTRAL_IN_BOTH,
-    "best_of": _one_of(1),
     "echo": _one_of(False),
     "suffix": _is_empty,
 }
@@ -122,6 +111,10 @@ def parse_chat(body: bytes) -> ChatRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parse a completions request, `prompt` included; raises as `parse_chat` does."""
     request = _parse(body, CompletionRequest, _NEUTRAL_IN_COMPLETIONS)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise UnsupportedParameterError(
+            "'best_of' is supported only where it equals 'n'; leave it out.", param="best_of"
+        )
     return msgspec.structs.replace(request, prompt=_parse_prompt(request.prompt))
 
 

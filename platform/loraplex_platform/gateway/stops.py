@@ -21,9 +21,14 @@ class StopMatch:
 
 
 class StopMatcher:
-    """Holds back exactly the characters that may still become a stop string."""
+    """Holds back exactly the characters that may still become a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Args:
+        shows_stop: the text includes the stop string that ends it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
         self._stops = [stop for stop in dict.fromkeys(stops) if stop]
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
@@ -33,16 +38,20 @@ class StopMatcher:
         """Characters held back."""
         return len(self._held)
 
-    def push(self, text: str) -> StopMatch:
-        """Take new text; return what may be shown now. After `is_stopped`, push nothing more."""
+    def push(self, text: str, *, can_stop: bool = True) -> StopMatch:
+        """Take new text; return what may be shown now. After `is_stopped`, push nothing more.
+
+        Args:
+            can_stop: False: no stop string ends in this text, though one may begin in it.
+        """
         if not self._stops:
             return StopMatch(text, is_stopped=False)
         whole = self._held + text
-        for end in range(len(self._held) + 1, len(whole) + 1):
+        for end in range(len(self._held) + 1, len(whole) + 1) if can_stop else ():
             start = self._match_ending_at(whole, end)
             if start is not None:
                 self._held = ""
-                return StopMatch(whole[:start], is_stopped=True)
+                return StopMatch(whole[: end if self._shows_stop else start], is_stopped=True)
         keep = self._num_possible(whole)
         self._held = whole[len(whole) - keep :]
         return StopMatch(whole[: len(whole) - keep], is_stopped=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from loraplex_engine.protocol import TokenLogprobs
 
 from loraplex_platform.gateway.detokenizer import Detokenizer, TokenBytes
-from loraplex_platform.gateway.stops import StopMatcher
+from loraplex_platform.gateway.stops import StopMatch, StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,24 @@ class _HeldToken:
 
 
 class TextStream:
-    """One completion's text."""
+    """One completion's text.
 
-    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str]) -> None:
+    Args:
+        min_tokens: no stop string ends in the text of the first so many tokens.
+        shows_stop: the stop string itself is shown too.
+    """
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        shows_stop: bool = False,
+    ) -> None:
         self._detokenizer = Detokenizer(token_bytes)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, shows_stop=shows_stop)
+        self._min_tokens = min_tokens
         self._held: deque[_HeldToken] = deque()
         self._num_decoded = 0
         self._num_shown = 0
@@ -70,7 +83,7 @@ class TextStream:
         if logprobs is not None:
             end = self._num_decoded + self._detokenizer.has_pending
             self._held.append(_HeldToken(token_id, logprobs, start, end))
-        match = self._matcher.push(text)
+        match = self._match(text)
         self.is_stopped = match.is_stopped
         return self._release(match.text, is_last=match.is_stopped)
 
@@ -84,9 +97,12 @@ class TextStream:
             return TextPiece()
         tail = self._detokenizer.flush()
         self._num_decoded += len(tail)
-        match = self._matcher.push(tail)
+        match = self._match(tail)
         text = match.text if match.is_stopped else match.text + self._matcher.flush()
         return self._release(text, is_last=True)
+
+    def _match(self, text: str) -> StopMatch:
+        return self._matcher.push(text, can_stop=self.num_tokens > self._min_tokens)
 
     def _release(self, text: str, *, is_last: bool) -> TextPiece:
         self._num_shown += len(text)

@@ -139,6 +139,11 @@ class BaseTokenizer:
         self._check_bytes([prompt], context_length, "prompt")
         return await self._in_thread(self.encode_prompt_now, prompt)
 
+    async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each text by itself, as the characters it is, in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode_plain_now, texts)
+
     def encode_chat_now(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Render and encode, here and now; raises as `encode_chat` does."""
         if self._template is None:
@@ -154,6 +159,10 @@ class BaseTokenizer:
     def encode_prompt_now(self, prompt: str) -> list[int]:
         """Encode a raw prompt, here and now, with the tokens that the model puts around it."""
         return _encode(self._tokenizer, prompt, add_special_tokens=True)
+
+    def _encode_plain_now(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._plain_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [list(encoding.ids) for encoding in encodings]
 
     def _check_bytes(self, texts: Sequence[str], context_length: int, param: str) -> None:
         size = sum(len(text.encode()) for text in texts)

@@ -144,3 +144,48 @@ def test_a_logprob_is_never_ahead_of_its_text(text: str, stops: list[str]) -> No
         if stream.is_stopped:
             break
         assert len(raw.decode(errors="replace")) <= len(shown)
+
+
+@given(_TEXT, _STOPS, st.integers(0, 24), st.lists(st.integers(0, 24), max_size=8))
+def test_a_stop_string_may_begin_before_the_bound_but_not_end_there(
+    text: str, stops: list[str], bound: int, cuts: list[int]
+) -> None:
+    matcher = StopMatcher(stops)
+    bounds = sorted({0, len(text), min(bound, len(text)), *(c for c in cuts if c <= len(text))})
+    shown, is_stopped = "", False
+
+    for start, end in itertools.pairwise(bounds):
+        match = matcher.push(text[start:end], can_stop=end > bound)
+        shown += match.text
+        is_stopped = match.is_stopped
+        if is_stopped:
+            break
+    if not is_stopped:
+        shown += matcher.flush()
+
+    ends = [
+        (end, max(lengths))
+        for end in range(bound + 1, len(text) + 1)
+        if (lengths := [len(stop) for stop in stops if text[:end].endswith(stop)])
+    ]
+    expected = (text[: ends[0][0] - ends[0][1]], True) if ends else (text, False)
+    assert (shown, is_stopped) == expected
+
+
+@given(_TEXT, _STOPS, st.lists(st.integers(0, 24), max_size=8))
+def test_a_shown_stop_string_is_shown_whole(text: str, stops: list[str], cuts: list[int]) -> None:
+    hiding, showing = StopMatcher(stops), StopMatcher(stops, shows_stop=True)
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    hidden, shown = "", ""
+
+    for start, end in itertools.pairwise(bounds):
+        less, more = hiding.push(text[start:end]), showing.push(text[start:end])
+        hidden += less.text
+        shown += more.text
+        assert less.is_stopped == more.is_stopped
+        if less.is_stopped:
+            assert shown.startswith(hidden)
+            assert shown[len(hidden) :] in stops
+            return
+
+    assert hidden + hiding.flush() == shown + showing.flush() == text
