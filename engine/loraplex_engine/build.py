@@ -6,6 +6,7 @@ Call either on the thread that will step the engine: torch's threads are set for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import torch
 
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.attention.setup import open_attention
+from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError
 from loraplex_engine.fingerprint import fingerprint_model
+from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
 from loraplex_engine.lora.trial import make_trial
 from loraplex_engine.protocol import EngineStats
@@ -28,6 +31,8 @@ from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
 from loraplex_engine.step import AdapterPool
 from loraplex_engine.step_loop import ReplicaFacts
+from loraplex_engine.structured.compiler import GrammarCompiler
+from loraplex_engine.structured.setup import open_grammars
 
 log = structlog.get_logger(__name__)
 
@@ -35,10 +40,10 @@ log = structlog.get_logger(__name__)
 class NoAdapters:
     """The adapter pool of an engine without a store: base model only."""
 
-    def prefetch(self, digest: str) -> None:
+    def prefetch(self, digest: str, tenant_id: str = "") -> None:
         """Nothing to load from."""
 
-    def lease(self, digest: str) -> int | None:
+    def lease(self, digest: str, tenant_id: str = "") -> int | None:
         """Raises `AdapterUnavailableError`, always."""
         raise AdapterUnavailableError(
             "this replica has no adapter store; start it with --store-url"
@@ -48,7 +53,7 @@ class NoAdapters:
         """False: nothing is loaded."""
         return False
 
-    def release(self, digest: str) -> None:
+    def release(self, digest: str, tenant_id: str = "") -> None:
         """Never called: nothing is leased."""
 
     @property
@@ -65,36 +70,78 @@ class AssembledEngine:
     facts: ReplicaFacts
     runner: ModelRunner
     lora: Lora | None
+    grammars: GrammarCompiler | None = None
+
+    def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
+        """Whom to tell of adapter loads: see `step_loop.Engine`."""
+        if self.lora is not None:
+            self.lora.pool.on_loaded = wake
+            self.lora.pool.observe_load = observe_load
 
     def prefetch(self, digest: str) -> None:
         """Start loading an adapter."""
         if self.lora is not None:
             self.lora.pool.prefetch(digest)
 
+    def pin(self, digest: str) -> None:
+        """Keep an adapter in host memory. Raises `ValueError`: too many are pinned, or there is no store."""
+        if self.lora is None:
+            raise ValueError("there is no adapter store: start with --store-url")
+        self.lora.pool.pin(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Let an adapter be evicted like any other."""
+        if self.lora is not None:
+            self.lora.pool.unpin(digest)
+
+    def tidy(self) -> None:
+        """Let idle adapters go."""
+        if self.lora is not None:
+            self.lora.pool.tidy()
+
     def stats(self) -> EngineStats:
         """The core's, with the adapter tiers."""
         stats = self.core.stats()
         if self.lora is None:
             return stats
+        self.lora.pool.tidy()
         pool = self.lora.pool.stats()
         return msgspec.structs.replace(
-            stats, adapters_resident=list(pool.resident), adapters_host=list(pool.host)
+            stats,
+            adapters_resident=list(pool.resident),
+            adapters_host=list(pool.host),
+            adapter_host_bytes=pool.host_bytes,
+            adapters_pinned=list(pool.pinned),
+            adapters_loading=len(pool.loading) + pool.queued,
+            adapters_disk=pool.disk_adapters,
+            adapter_disk_bytes=pool.disk_bytes,
+            adapter_loads_total=pool.loads_total,
+            adapter_load_failures_total=pool.load_failures_total,
+            adapter_evictions_total=pool.evictions_total,
+            adapter_load_seconds_total=pool.load_seconds_total,
         )
 
     def close(self) -> None:
-        """Stop the adapter loaders."""
+        """Stop the adapter loaders and the grammar compiler."""
         if self.lora is not None:
             self.lora.pool.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
 
 def assemble_engine(
-    config: EngineConfig, *, image: str = "", cache: Path | None = None
+    config: EngineConfig,
+    *,
+    image: str = "",
+    cache: Path | None = None,
+    publish_block_event: Callable[[BlockEvent], None] | None = None,
 ) -> AssembledEngine:
     """Load the model and make everything ready for the first request.
 
     Args:
         image: digest of the container image, if any: part of the fingerprint.
         cache: for compiled kernels and fetched adapters; None: LORAPLEX_CACHE_DIR.
+        publish_block_event: is told of every change in the prefix cache, on the step's thread.
 
     Raises:
         ModelError, ConfigError: the model folder or a setting is wrong.
@@ -111,8 +158,13 @@ def assemble_engine(
                 cache_dir=cache,
                 max_loras=config.max_loras,
                 max_cpu_loras=config.max_cpu_loras,
+                max_cpu_lora_bytes=config.max_cpu_lora_bytes,
+                max_disk_bytes=config.adapter_cache_bytes,
+                idle_s=config.adapter_idle_s,
                 max_lora_rank=config.max_lora_rank,
             )
+            for digest in config.pinned_adapters:
+                lora.pool.pin(digest)
         except ValueError as error:
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
     attention = open_attention(
@@ -131,16 +183,29 @@ def assemble_engine(
         slots=lora.pool if lora else None,
     )
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
+    dtype = str(model.dtype).removeprefix("torch.")
+    fingerprint = fingerprint_model(config.model_dir, dtype=dtype, image=image)
+    # What a block holds does not depend on how many ranks share it.
+    block_format = f"{attention.name}/block{config.block_size}/{dtype}"
+    eos_token_ids = frozenset(model.config.eos_token_ids)
+    grammars = open_grammars(config, model.config.num_token_ids, eos_token_ids)
     core = build_core(
         config,
         sizes,
         runner,
         adapters,
         vocab_size=model.config.num_token_ids,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
+        eos_token_ids=eos_token_ids,
+        grammars=grammars,
+        prefix_cache=open_prefix_cache(
+            config,
+            sizes,
+            model_fingerprint=fingerprint,
+            kv_format=block_format,
+            vocab_size=model.config.num_token_ids,
+            publish=publish_block_event,
+        ),
     )
-    dtype = str(model.dtype).removeprefix("torch.")
-    fingerprint = fingerprint_model(config.model_dir, dtype=dtype, image=image)
     backends = {
         "attention": attention.name,
         "lora": lora.name if lora else "none",
@@ -162,9 +227,12 @@ def assemble_engine(
             ).holds
         ),
     )
+    if config.speculative == "auto" and not row_rule_holds:
+        # Tokens of one row computed together may then be other tokens than one by one.
+        core.stop_drafting()
     facts = ReplicaFacts(
         model_fingerprint=fingerprint,
-        kv_format=f"{attention.name}/block{config.block_size}/{dtype}/tp1",
+        kv_format=f"{block_format}/tp1",
         device="cpu",
         isa=torch.backends.cpu.get_cpu_capability(),
         dtype=dtype,
@@ -179,7 +247,7 @@ def assemble_engine(
         kv_bytes=sizes.num_blocks * config.block_size * sizes.kv_bytes_per_token,
         num_threads=torch.get_num_threads(),
     )
-    return AssembledEngine(core, facts, runner, lora)
+    return AssembledEngine(core, facts, runner, lora, grammars)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:

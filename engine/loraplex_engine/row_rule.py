@@ -149,6 +149,29 @@ def _check_lora(
 
         yield from _compare_counts(f"lora {layout.site}", add, counts)
 
+    token_T = torch.from_numpy(np.random.default_rng(1).integers(0, trial.vocab_size, num_rows))
+    x_TH = draw(num_rows, trial.hidden_size)
+    # The head runs on sampled rows only, and its rows are long.
+    head_counts = tuple(count for count in counts if count <= _MAX_ROWS)
+    scores_TV = draw(max(head_counts), trial.vocab_size)
+
+    def embed(rows: slice) -> Tensor:
+        out_TH = x_TH[rows].clone()
+        batch = trial.backend.prepare(slot_T[rows], 0)
+        if batch is not None:
+            trial.backend.add_embedding(out_TH, token_T[rows], batch)
+        return out_TH
+
+    def score(rows: slice) -> Tensor:
+        out_TV = scores_TV[rows].clone()
+        batch = trial.backend.prepare(slot_T[rows], 0)
+        if batch is not None:
+            trial.backend.add_head(out_TV, x_TH[rows], batch)
+        return out_TV
+
+    yield from _compare_counts("lora embed_tokens", embed, counts)
+    yield from _compare_counts("lora lm_head", score, head_counts)
+
 
 def _on_rows_of(x_MK: Tensor, function: Callable[[Tensor], Tensor]) -> Callable[[slice], Tensor]:
     return lambda rows: function(x_MK[rows])

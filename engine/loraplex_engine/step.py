@@ -87,7 +87,9 @@ class StepResult:
 
     step_id: int
     tokens: Sequence[Sequence[int]]  # none where the row did not sample; several: accepted drafts
-    is_finite_B: BoolArray  # False: that row's logits held NaN or Inf; its tokens mean nothing
+    # False: that row's logits held NaN or Inf, or, where it did not sample, its last token's hidden state
+    # did; its tokens mean nothing. With drafts the row is then as it was before the step.
+    is_finite_B: BoolArray
     # batch index -> one per token of that entry
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     # Batch indexes whose masks, filters and bans left no id to sample: those rows end with an error.
@@ -110,15 +112,17 @@ class AdapterPool(Protocol):
     """What the scheduler needs to know of adapters: may this request run now, and in which slot?
 
     All calls come from the step thread and return at once; loading happens elsewhere. A lease keeps
-    an adapter in its slot; each successful `lease` is matched by exactly one `release`.
+    an adapter in its slot; each successful `lease` is matched by exactly one `release`, with the same
+    tenant. The pool shares slots, memory and loaders out among the tenants that ask; "" is nobody.
     """
 
-    def prefetch(self, digest: str) -> None:
+    def prefetch(self, digest: str, tenant_id: str = "") -> None:
         """Start loading unless it is loaded or loading already."""
         ...
 
-    def lease(self, digest: str) -> int | None:
-        """The step slot, now leased once more; None: still loading, or every slot is in use.
+    def lease(self, digest: str, tenant_id: str = "") -> int | None:
+        """The step slot, now leased once more; None: still loading, every slot is in use, or another
+        tenant's turn.
 
         Asking is enough to have it loaded again if it was evicted meanwhile.
 
@@ -132,7 +136,7 @@ class AdapterPool(Protocol):
         """Whether it is loaded, and `lease` gave None only because every slot is leased."""
         ...
 
-    def release(self, digest: str) -> None:
+    def release(self, digest: str, tenant_id: str = "") -> None:
         """Give one lease back."""
         ...
 

@@ -34,7 +34,8 @@ from loraplex_engine.protocol import (
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.5  # with nothing to do; a message ends the wait at once
-BLOCKED_WAIT_S = 0.002  # with requests that cannot run yet: an adapter is loading
+# With requests that cannot run yet: an adapter is loading, whose end wakes the loop.
+BLOCKED_WAIT_S = 0.02
 MAX_BEFORE_PREFETCH = 1024  # with so much queued, prefetches, which nobody waits for, are dropped
 
 Work = Generate | Abort | PrefetchAdapter
@@ -47,7 +48,12 @@ class Core(Protocol):
 
     def add(self, generate: Generate) -> None: ...
     def abort(
-        self, request_id: str, attempt: int, as_stop: bool = False, is_platform_fault: bool = False
+        self,
+        request_id: str,
+        attempt: int,
+        as_stop: bool = False,
+        is_platform_fault: bool = False,
+        index: int | None = None,
     ) -> None: ...
     def has_work(self) -> bool: ...
     def live_usage(self) -> dict[tuple[str, int], Usage]: ...
@@ -76,7 +82,17 @@ class Engine(Protocol):
     def core(self) -> Core: ...
     @property
     def facts(self) -> ReplicaFacts: ...
+    def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
+        """Call `wake`, from any thread, when something that a request may wait for has happened, and
+        `observe_load` with tier and seconds of each adapter load.
+        """
+        ...
+
     def prefetch(self, digest: str) -> None: ...
+    def tidy(self) -> None:
+        """Called now and then while there is nothing to do."""
+        ...
+
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -135,6 +151,7 @@ class StepLoop:
         build: makes the engine; runs on the loop's thread.
         publish: takes each output, in order; called on the loop's thread, must not block.
         observe_step: (seconds, tokens computed) of each step that computed something.
+        observe_load: (tier, seconds) of each adapter load.
     """
 
     def __init__(
@@ -143,6 +160,7 @@ class StepLoop:
         publish: Callable[[Output], None],
         *,
         observe_step: Callable[[float, int], None] = lambda seconds, num_tokens: None,
+        observe_load: Callable[[str, float], None] = lambda tier, seconds: None,
     ) -> None:
         self.stats: EngineStats | None = None  # as of the last step; replaced whole
         self.error: Exception | None = None  # what ended the loop
@@ -150,6 +168,7 @@ class StepLoop:
         self._build = build
         self._publish = publish
         self._observe_step = observe_step
+        self._observe_load = observe_load
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._is_stopping = False
@@ -165,6 +184,10 @@ class StepLoop:
         if isinstance(work, PrefetchAdapter) and self._inbox.qsize() >= MAX_BEFORE_PREFETCH:
             return
         self._inbox.put(work)
+
+    def wake(self) -> None:
+        """Have the loop look for work now; any thread."""
+        self._inbox.put(None)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End after the current step; False: it did not end in time."""
@@ -189,6 +212,7 @@ class StepLoop:
         engine = None
         try:
             engine = self._build()
+            engine.attach(self.wake, self._observe_load)
             self.stats = engine.stats()
             self._publish(Started(engine.facts))
             self._loop(engine)
@@ -210,6 +234,8 @@ class StepLoop:
             if not core.has_work():
                 self._progress_at = None
                 wait_s = IDLE_WAIT_S
+                engine.tidy()
+                self.stats = engine.stats()
                 continue
             started_at = time.monotonic()
             if self._progress_at is None:
@@ -243,7 +269,11 @@ class StepLoop:
                 self._admit(engine.core, work)
             case Abort():
                 engine.core.abort(
-                    work.request_id, work.attempt, work.as_stop, work.is_platform_fault
+                    work.request_id,
+                    work.attempt,
+                    work.as_stop,
+                    work.is_platform_fault,
+                    work.index,
                 )
             case PrefetchAdapter():
                 engine.prefetch(work.adapter_digest)

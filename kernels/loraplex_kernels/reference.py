@@ -58,6 +58,28 @@ def lora_expand(
     return result_TN
 
 
+def lora_embed_shrink(token_T: Tensor, a_LRV: Tensor, slot_T: Tensor) -> Tensor:
+    """h[t] = a[slot[t]][:, token[t]]: `lora_shrink` of a one-hot x; zeros where slot[t] == -1.
+
+    Shapes: T tokens, V vocabulary, L adapter slots, R rank (padded with zeros to the largest).
+    Args:
+        token_T: (T,) int64 in [0, V).   a_LRV: (L, R, V), any float dtype.
+        slot_T: (T,) int32 in [-1, L).
+    Returns:
+        (T, R) fp32.
+    Raises:
+        ValueError: a shape or dtype differs from the above.
+    """
+    _check_slots(slot_T, num_tokens=token_T.shape[0], num_slots=a_LRV.shape[0])
+    if token_T.dtype != torch.int64:
+        raise ValueError(f"token is {token_T.dtype}, not int64")
+    h_TR = torch.zeros(token_T.shape[0], a_LRV.shape[1], dtype=torch.float32)
+    for row, (token, slot) in enumerate(zip(token_T.tolist(), slot_T.tolist(), strict=True)):
+        if slot >= 0:
+            h_TR[row] = a_LRV[slot, :, token].float()
+    return h_TR
+
+
 def _check_slots(slot_T: Tensor, *, num_tokens: int, num_slots: int) -> None:
     if slot_T.shape != (num_tokens,) or slot_T.dtype != torch.int32:
         raise ValueError(f"slot is {slot_T.shape} {slot_T.dtype}, not ({num_tokens},) int32")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loraplex_engine.artifact import (
     CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
     TENSORS_FILE,
     AdapterArtifact,
     AdapterLimits,
@@ -50,6 +53,7 @@ from tests.support.adapter_files import (
 )
 
 LIMITS = AdapterLimits()
+OLD_DIGEST = "sha256:ddafde4d9cc0946465459548c1fdb3ef9a41b9047e881966fe26d718aea4e8fe"
 Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
@@ -540,9 +544,14 @@ def test_switched_off_features_are_no_reason_to_refuse() -> None:
     ("name", "word"),
     [
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A.weight", "embeddings"),
+        ("base_model.model.model.embed_tokens.lora_A.weight", "embeddings"),
         ("base_model.model.model.embed_tokens.weight", "embeddings"),
-        ("base_model.model.lm_head.lora_A.weight", "head"),
+        ("base_model.model.model.embed_tokens.base_layer.weight", "copy of the base"),
+        ("base_model.model.lm_head.base_layer.weight", "copy of the base"),
+        ("base_model.model.lm_head.weight", "head"),
+        ("base_model.model.model.lm_head.lora_A.weight", "head"),
+        ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "embeddings"),
         ("base_model.model.lm_head.modules_to_save.weight", "replaces a module"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "biases"),
         ("base_model.model.model.layers.0.self_attn.q_proj.weight", "ignored"),
@@ -820,3 +829,36 @@ def test_the_shape_is_read_from_config_json(tmp_path: Path) -> None:
         ModelShape.from_config_json(path)
     with pytest.raises(ModelError, match="cannot be read"):
         ModelShape.from_config_json(tmp_path / "none")
+
+
+# ------------------------------------------------------------------------------ embedding and head
+
+
+def test_embedding_and_head_are_read_and_fit(tmp_path: Path) -> None:
+    artifact = make_adapter(tmp_path / "a", linears=["q_proj", "embed_tokens", "lm_head"], rank=4)
+
+    fit = check_fits(artifact, TINY_SHAPE)
+
+    assert artifact.target_modules == ("embed_tokens", "lm_head", "q_proj")
+    assert artifact.pairs[EMBEDDING].a.shape == (4, TINY_SHAPE.vocab_size)
+    assert artifact.pairs[EMBEDDING].b.shape == (TINY_SHAPE.hidden_size, 4)
+    assert artifact.pairs[HEAD].a.shape == (4, TINY_SHAPE.hidden_size)
+    assert (fit.matched_modules, fit.total_modules) == (4, 16)
+    assert list(artifact.pairs)[:2] == [HEAD, EMBEDDING]
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_trained_with_added_tokens_is_refused(tmp_path: Path, target: str) -> None:
+    larger = msgspec.structs.replace(TINY_SHAPE, vocab_size=TINY_SHAPE.vocab_size + 8)
+    artifact = make_adapter(tmp_path / "a", larger, linears=[target])
+
+    with pytest.raises(ArtifactError, match="added tokens are not served"):
+        check_fits(artifact, TINY_SHAPE)
+
+
+def test_a_field_that_came_later_changes_no_older_digest(tmp_path: Path) -> None:
+    """Digests of this very adapter, taken before LoRA on embeddings was served."""
+    plain = make_adapter(tmp_path / "a", rank=4, seed=1)
+    tied_without_embeddings = make_adapter(tmp_path / "b", rank=4, seed=1, ensure_weight_tying=True)
+
+    assert plain.digest == tied_without_embeddings.digest == OLD_DIGEST

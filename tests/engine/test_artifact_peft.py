@@ -7,11 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loraplex_engine.artifact import (
+    TENSORS_FILE,
     AdapterLimits,
     ArtifactError,
     ModelShape,
@@ -22,6 +24,7 @@ from loraplex_engine.artifact import (
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
 
 from tests.support.adapter_files import TINY_SHAPE, lora_config
 from tests.support.peft_oracle import save_random_adapter
@@ -30,7 +33,13 @@ from tests.support.tiny_model import TinyShape, load_oracle, write_tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 MODULES = [
-    f"model.layers.{layer}.{linear}" for layer in range(12) for linear in TINY_SHAPE.linear_shapes()
+    "model.embed_tokens",
+    "lm_head",
+    *(
+        f"model.layers.{layer}.{linear}"
+        for layer in range(12)
+        for linear in TINY_SHAPE.linear_shapes()
+    ),
 ]
 
 NAMES = st.sampled_from(
@@ -45,6 +54,8 @@ NAMES = st.sampled_from(
         "layers.11.self_attn.o_proj",
         "1.mlp.gate_proj",
         "lm_head",
+        "embed_tokens",
+        "model.embed_tokens",
     ]
 )
 REGEXES = st.sampled_from(
@@ -55,6 +66,8 @@ REGEXES = st.sampled_from(
         r".*up_proj|.*down_proj",
         r"q_proj",
         r"model\.layers\.\d\.mlp\.gate_proj",
+        r".*(embed_tokens|lm_head)",
+        r"lm_head",
     ]
 )
 PATTERNS = st.sampled_from(
@@ -71,6 +84,9 @@ PATTERNS = st.sampled_from(
         "mlp.up_proj",
         "up_proj|gate_proj",
         "model.layers.0.self_attn.q_proj$",
+        "lm_head",
+        "embed_tokens",
+        ".*e.*",
     ]
 )
 
@@ -185,17 +201,85 @@ def test_features_not_served_are_refused_as_peft_saves_them(
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [
+        ({"target_modules": ["embed_tokens", "q_proj"]}, {"embed_tokens", "q_proj"}),
+        ({"target_modules": ["lm_head"]}, {"lm_head"}),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, {"embed_tokens", "lm_head"}),
+        ({"target_modules": r".*(embed_tokens|lm_head)"}, {"embed_tokens", "lm_head"}),
+        (
+            {"target_modules": ["lm_head", "q_proj"], "ensure_weight_tying": True},
+            {"embed_tokens", "lm_head", "q_proj"},
+        ),
+        (
+            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            {"embed_tokens", "lm_head"},
+        ),
+        (
+            {"target_modules": r".*(lm_head|v_proj)", "ensure_weight_tying": True},
+            {"embed_tokens", "lm_head", "v_proj"},
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapted_embeddings_are_read_as_peft_saves_them(
+    model_dir: Path, tmp_path: Path, config: dict[str, Any], modules: set[str]
+) -> None:
+    """On a tied base: without ensure_weight_tying each is adapted for itself, with it both are."""
+    base = load_oracle(model_dir, torch.float32)
+    folder = save_random_adapter(base, tmp_path / "a", seed=0, size=0.1, r=4, **config)
+
+    artifact = read_adapter(folder, limits=AdapterLimits())
+
+    check_fits(artifact, ModelShape.from_config_json(model_dir / "config.json"))
+    assert set(artifact.target_modules) == modules
+    assert artifact.config.is_tying is bool(config.get("ensure_weight_tying"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tied_pair_must_be_one(model_dir: Path, tmp_path: Path) -> None:
+    """PEFT keeps one of two that differ, whichever it loads last."""
+    folder = save_random_adapter(
+        load_oracle(model_dir, torch.float32),
+        tmp_path / "a",
+        seed=0,
+        size=0.1,
+        r=4,
+        target_modules=["lm_head"],
+        ensure_weight_tying=True,
+    )
+    shape = ModelShape.from_config_json(model_dir / "config.json")
+    tensors = load_file(folder / TENSORS_FILE)
+    name = "base_model.model.lm_head.lora_A.weight"
+
+    save_file({**tensors, name: tensors[name] + 1e-3}, folder / TENSORS_FILE)
+    with pytest.raises(ArtifactError, match="not the embedding's pair transposed"):
+        check_fits(read_adapter(folder, limits=AdapterLimits()), shape)
+
+    kept = {key: tensor for key, tensor in tensors.items() if "lm_head" not in key}
+    save_file(kept, folder / TENSORS_FILE)
+    with pytest.raises(ArtifactError, match="targets lm_head, but the file has no tensors"):
+        check_fits(read_adapter(folder, limits=AdapterLimits()), shape)
+
+    save_file(tensors, folder / TENSORS_FILE)
+    artifact = read_adapter(folder, limits=AdapterLimits())
+    with pytest.raises(ArtifactError, match="has a weight of its own"):
+        check_fits(artifact, msgspec.structs.replace(shape, is_tied=False))
+
+
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_adapted_embeddings_are_refused_with_advice(
+def test_the_copy_of_the_base_that_peft_adds_is_refused_with_advice(
     model_dir: Path, tmp_path: Path, target: str
 ) -> None:
     base = load_oracle(model_dir, torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=[target]))
-    model.save_pretrained(tmp_path / "a", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "a")
     (tmp_path / "a" / "README.md").unlink()
 
-    with pytest.raises(ArtifactError, match="Train without"):
+    with pytest.raises(ArtifactError, match="save_embedding_layers=False"):
         read_adapter(tmp_path / "a", limits=AdapterLimits())
 
 

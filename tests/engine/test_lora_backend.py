@@ -9,17 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.artifact import AdapterArtifact, ModelShape, ModuleName
+from loraplex_engine.artifact import (
+    EMBEDDING,
+    HEAD,
+    AdapterArtifact,
+    ModelShape,
+    ModuleName,
+)
 from loraplex_engine.lora.backend import NativeLora, TorchLora
 from loraplex_engine.lora.seam import LoraBackend, LoraSite
 from loraplex_engine.lora.sites import SITES, site_layouts
 from loraplex_engine.lora.weights import pack_native, pack_torch
 from loraplex_kernels.cpu.lora import LoraKernel
-from loraplex_kernels.reference import lora_expand, lora_shrink
+from loraplex_kernels.reference import lora_embed_shrink, lora_expand, lora_shrink
 from torch import Tensor
 
 from tests.support.adapter_files import (
     ALL_LINEARS,
+    OUTSIDE,
     TINY_SHAPE,
     make_adapter,
     native_cache_dir,
@@ -59,7 +66,9 @@ def kernel(pytestconfig: pytest.Config) -> LoraKernel:
 @pytest.fixture(params=["torch", "native"])
 def make_backend(request: pytest.FixtureRequest) -> BackendFactory:
     if request.param == "torch":
-        return lambda artifacts, shape: TorchLora(Slots([pack_torch(a, shape) for a in artifacts]))
+        return lambda artifacts, shape: TorchLora(
+            Slots([pack_torch(a, shape) for a in artifacts]), shape
+        )
     kernel: LoraKernel = request.getfixturevalue("kernel")
     return lambda artifacts, shape: NativeLora(
         Slots([pack_native(a, shape) for a in artifacts]), shape, kernel
@@ -338,3 +347,177 @@ def test_the_kernel_refuses_what_it_cannot_read(
         backend.add(y.half(), x.half(), 0, "qkv", batch)
     with pytest.raises(ValueError, match="contiguous"):
         backend.add(y, x.T.contiguous().T, 0, "qkv", batch)
+
+
+# ------------------------------------------------------------------------------- embedding and head
+
+Outside = Callable[[LoraBackend, Tensor, Tensor, list[int]], Tensor]
+
+
+@pytest.fixture(scope="module")
+def outside_adapters(tmp_path_factory: pytest.TempPathFactory) -> list[AdapterArtifact]:
+    """Both, one of them, neither; several ranks and dtypes."""
+    root = tmp_path_factory.mktemp("outside")
+    return [
+        make_adapter(root / "0", rank=8, linears=[*ALL_LINEARS, *OUTSIDE], seed=0),
+        make_adapter(root / "1", rank=5, linears=["embed_tokens"], seed=1, dtype="F32"),
+        make_adapter(root / "2", rank=13, linears=["lm_head"], seed=2, lora_alpha=7),
+        make_adapter(root / "3", rank=1, linears=OUTSIDE, seed=3, dtype="F16", use_rslora=True),
+        make_adapter(root / "4", rank=4, linears=["q_proj"], seed=4),
+    ]
+
+
+def embed(backend: LoraBackend, y: Tensor, tokens: Tensor, slots: list[int]) -> Tensor:
+    result = y.clone()
+    batch = backend.prepare(np.array(slots, dtype=np.int32), pool_version=0)
+    if batch is not None:
+        backend.add_embedding(result, tokens, batch)
+    return result
+
+
+def score(backend: LoraBackend, y: Tensor, x: Tensor, slots: list[int]) -> Tensor:
+    result = y.clone()
+    batch = backend.prepare(np.array(slots, dtype=np.int32), pool_version=0)
+    if batch is not None:
+        backend.add_head(result, x, batch)
+    return result
+
+
+def expected_outside(
+    y: Tensor, x: Tensor, slots: list[int], module: ModuleName, adapters: list[AdapterArtifact]
+) -> Tensor:
+    rank = max(artifact.rank_max for artifact in adapters)
+    num_outputs, num_inputs = TINY_SHAPE.module_shape(module)
+    a_LRK = torch.zeros(len(adapters), rank, num_inputs)
+    b_LNR = torch.zeros(len(adapters), num_outputs, rank)
+    scale_L = torch.zeros(len(adapters))
+    for slot, artifact in enumerate(adapters):
+        pair = artifact.pairs.get(module)
+        if pair is not None:
+            a_LRK[slot, : pair.rank] = torch.from_numpy(pair.a.to_float32().copy())
+            b_LNR[slot, :, : pair.rank] = torch.from_numpy(pair.b.to_float32().copy())
+            scale_L[slot] = pair.scale
+    slot_T = torch.tensor(slots, dtype=torch.int32)
+    if module == EMBEDDING:
+        h_TR = lora_embed_shrink(x, a_LRK, slot_T)
+    else:
+        h_TR = lora_shrink(x.float(), a_LRK, slot_T)
+    delta = lora_expand(torch.zeros(len(slots), num_outputs), h_TR, b_LNR, slot_T, scale_L)
+    return (y.float() + delta[:, : y.shape[1]]).to(y.dtype)
+
+
+def outside_rows(
+    module: ModuleName, count: int, dtype: torch.dtype, num_outputs: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(y, x) for `count` rows: token ids for the embedding, hidden states for the head."""
+    y = random_rows(count, num_outputs, dtype, seed=seed + 1)
+    if module == HEAD:
+        return y, random_rows(count, TINY_SHAPE.hidden_size, dtype, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    return y, torch.randint(0, TINY_SHAPE.vocab_size, (count,), generator=generator)
+
+
+CASES = [
+    pytest.param(EMBEDDING, embed, TINY_SHAPE.hidden_size, id="embedding"),
+    pytest.param(HEAD, score, TINY_SHAPE.vocab_size, id="head"),
+    # The head leaves out padding ids, which no block of the kernel ends with.
+    pytest.param(HEAD, score, TINY_SHAPE.vocab_size - 9, id="head without padding ids"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("module", "add", "num_outputs"), CASES)
+def test_deltas_of_embedding_and_head_equal_the_reference(
+    make_backend: BackendFactory,
+    outside_adapters: list[AdapterArtifact],
+    module: ModuleName,
+    add: Outside,
+    num_outputs: int,
+    dtype: torch.dtype,
+) -> None:
+    slots = [3, -1, 0, 1, 2, 2, 0, -1, 4, 4, 1, 3, 0, 0, 1]
+    y, x = outside_rows(module, len(slots), dtype, num_outputs)
+    backend = make_backend(outside_adapters, TINY_SHAPE)
+
+    result = add(backend, y, x, slots)
+
+    wanted = expected_outside(y, x, slots, module, outside_adapters)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance)
+    untouched = torch.tensor([slot in (-1, 4) for slot in slots])
+    assert torch.equal(result[untouched], y[untouched])
+    assert not torch.equal(result[~untouched], y[~untouched])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("module", "add", "num_outputs"), CASES[:2])
+def test_embedding_and_head_obey_the_row_rule_and_leak_nothing(
+    make_backend: BackendFactory,
+    outside_adapters: list[AdapterArtifact],
+    tmp_path: Path,
+    module: ModuleName,
+    add: Outside,
+    num_outputs: int,
+    dtype: torch.dtype,
+) -> None:
+    """Every row of crowds of every small size, one of whose adapters overflows, equals the row alone."""
+    hostile = make_adapter(tmp_path / "hostile", rank=8, linears=OUTSIDE, size=1e30)
+    backend = make_backend([*outside_adapters, hostile], TINY_SHAPE)
+    random = np.random.default_rng(3)
+    for count in (*range(1, 18), 33, 130):
+        y, x = outside_rows(module, count, dtype, num_outputs, seed=count)
+        slots = random.integers(-1, len(outside_adapters) + 1, count).tolist()
+
+        crowd = add(backend, y, x, slots)
+
+        for row in range(count):
+            one = slice(row, row + 1)
+            alone = add(backend, y[one], x[one], slots[one])
+            same = crowd[row].view(torch.uint8).equal(alone[0].view(torch.uint8))
+            assert same, f"row {row} of {count}, slot {slots[row]}"
+        hit = torch.tensor([slot == len(outside_adapters) for slot in slots])
+        assert torch.isfinite(crowd[~hit]).all()
+        assert not hit.any() or not torch.isfinite(crowd[hit]).all()
+
+
+def test_only_steps_that_need_it_have_a_head_batch(
+    make_backend: BackendFactory, outside_adapters: list[AdapterArtifact]
+) -> None:
+    backend = make_backend(outside_adapters, TINY_SHAPE)
+    for slots, is_adapted in (([4, -1, 1], False), ([4, 2], True)):
+        batch = backend.prepare(np.array(slots, dtype=np.int32), 0)
+        assert batch is not None
+        assert backend.adapts_head(batch) is is_adapted
+
+
+def test_batches_of_an_older_slot_table_are_let_go(
+    make_backend: BackendFactory, outside_adapters: list[AdapterArtifact]
+) -> None:
+    """They would keep evicted weights in memory."""
+    backend = make_backend(outside_adapters, TINY_SHAPE)
+    two = [np.array(slots, dtype=np.int32) for slots in ([0, 1], [0])]
+    first = [backend.prepare(slots, 0) for slots in two]
+
+    assert [backend.prepare(slots, 0) for slots in two] == first, "both are remembered"
+    assert backend.prepare(two[0], 1) is not first[0]
+
+    assert len(backend._prepared._batches) == 1  # type: ignore[attr-defined]  # what it keeps
+
+
+def test_the_embedding_kernel_refuses_what_it_cannot_read(
+    kernel: LoraKernel, outside_adapters: list[AdapterArtifact]
+) -> None:
+    weights = Slots([pack_native(outside_adapters[0], TINY_SHAPE)])
+    backend = NativeLora(weights, TINY_SHAPE, kernel)
+    batch = backend.prepare(np.zeros(2, dtype=np.int32), 0)
+    assert batch is not None
+    y, tokens = torch.zeros(2, TINY_SHAPE.hidden_size), torch.zeros(2, dtype=torch.int64)
+
+    with pytest.raises(ValueError, match="bf16 or fp32"):
+        backend.add_embedding(y.half(), tokens, batch)
+    with pytest.raises(ValueError, match="int32"):
+        backend.add_embedding(y, tokens.int(), batch)
+    with pytest.raises(ValueError, match="2 rows"):
+        backend.add_embedding(y, tokens[:1], batch)
+    with pytest.raises(ValueError, match="contiguous"):
+        backend.add_embedding(y.T.contiguous().T, tokens, batch)

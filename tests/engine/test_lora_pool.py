@@ -449,15 +449,18 @@ class DeferredLoaders(ThreadPoolExecutor):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of prefetches, leases and releases keeps slots, leases and bounds consistent."""
+    """Any order of prefetches, leases, releases and pins, by three tenants, keeps slots, leases, shares
+    and bounds consistent.
+    """
 
     stored: tuple[Path, list[str]]
+    tenants = st.sampled_from(["", "a", "b"])
 
     def __init__(self) -> None:
         super().__init__()
         folder, self.digests = self.stored
         self.clock = Clock()
-        self.leases: dict[str, int] = {}
+        self.leases: dict[tuple[str, str], int] = {}
         self.pool = LoraPool(
             store=AdapterStore(f"file://{folder}"),
             shape=TINY_SHAPE,
@@ -466,47 +469,73 @@ class PoolMachine(RuleBasedStateMachine):
             cache_dir=folder / "cache",
             max_loras=2,
             max_cpu_loras=3,
+            idle_s=50.0,
             clock=self.clock,
         )
+        self.pinned_and_here: set[str] = set()
         self.loaders = self.pool._loaders = DeferredLoaders()
 
-    @rule(index=st.integers(0, 7))
-    def prefetch(self, index: int) -> None:
-        self.pool.prefetch(self.digests[index])
+    @rule(index=st.integers(0, 7), tenant=tenants)
+    def prefetch(self, index: int, tenant: str) -> None:
+        self.pool.prefetch(self.digests[index], tenant)
+
+    @rule(index=st.integers(0, 7), tenant=tenants)
+    def lease(self, index: int, tenant: str) -> None:
+        digest = self.digests[index]
+        slot = self.pool.lease(digest, tenant)
+        if slot is None:
+            leased = {digest for digest, _ in self.leases}
+            assert digest not in leased, "a leased adapter can be leased again at once"
+        else:
+            key = (digest, tenant)
+            self.leases[key] = self.leases.get(key, 0) + 1
 
     @rule(index=st.integers(0, 7))
-    def lease(self, index: int) -> None:
+    def pin(self, index: int) -> None:
         digest = self.digests[index]
-        slot = self.pool.lease(digest)
-        if slot is None:
-            assert digest not in self.leases, "a leased adapter can be leased again at once"
+        pinned = self.pool.stats().pinned
+        if pinned in ((), (digest,)):
+            self.pool.pin(digest)
         else:
-            self.leases[digest] = self.leases.get(digest, 0) + 1
+            with pytest.raises(ValueError, match="1 adapters can be pinned"):
+                self.pool.pin(digest)
+
+    @rule(index=st.integers(0, 7))
+    def unpin(self, index: int) -> None:
+        self.pinned_and_here.discard(self.digests[index])
+        self.pool.unpin(self.digests[index])
+
+    @rule()
+    def tidy(self) -> None:
+        self.pool.tidy()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(sorted(self.leases)))
-        self.pool.release(digest)
-        self.leases[digest] -= 1
-        if not self.leases[digest]:
-            del self.leases[digest]
+        key = data.draw(st.sampled_from(sorted(self.leases)))
+        self.pool.release(*key)
+        self.leases[key] -= 1
+        if not self.leases[key]:
+            del self.leases[key]
 
-    @rule(seconds=st.floats(0, 3))
+    @rule(seconds=st.one_of(st.floats(0, 3), st.just(100.0)))
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
     @rule()
     def finish_loads(self) -> None:
         self.loaders.run()
-        assert not self.pool.stats().loading
+        assert len(self.pool.stats().loading) <= 1, "one loader, one load"
 
     @invariant()
     def holds(self) -> None:
         self.pool.check()
         stats = self.pool.stats()
         assert stats.leases == sum(self.leases.values())
-        assert set(self.leases) <= set(stats.resident) <= set(stats.host)
+        leased = {digest for digest, _ in self.leases}
+        assert leased <= set(stats.resident) <= set(stats.host)
+        assert set(stats.host) >= self.pinned_and_here
+        self.pinned_and_here = set(stats.host) & set(stats.pinned)
         assert len(stats.resident) <= 2
         # One load may land on a host tier that filled up with leases meanwhile.
         assert len(stats.host) <= 3 + 1

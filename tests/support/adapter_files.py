@@ -16,6 +16,8 @@ import numpy.typing as npt
 import pytest
 from loraplex_engine.artifact import (
     CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
     TENSORS_FILE,
     AdapterArtifact,
     AdapterLimits,
@@ -23,6 +25,7 @@ from loraplex_engine.artifact import (
     read_adapter,
 )
 
+OUTSIDE = ("embed_tokens", "lm_head")
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 TINY_SHAPE = ModelShape(
@@ -102,7 +105,7 @@ def lora_tensors(
     seed: int = 0,
     size: float = 0.1,
 ) -> dict[str, Array]:
-    """Random A and B of every named linear, fp32, by PEFT's tensor names."""
+    """Random A and B of every named linear, embed_tokens and lm_head too, fp32, by PEFT's names."""
     random = np.random.default_rng(seed)
     wanted = set(linears)
     tensors: dict[str, Array] = {}
@@ -115,6 +118,13 @@ def lora_tensors(
             for half, dims in (("A", (r, num_inputs)), ("B", (num_outputs, r))):
                 values = random.standard_normal(dims, dtype=np.float32) * np.float32(size)
                 tensors[f"base_model.model.{module}.lora_{half}.weight"] = values
+    for outside, name in ((EMBEDDING, "lora_embedding_{}"), (HEAD, "lora_{}.weight")):
+        if str(outside).rsplit(".", 1)[-1] in wanted:
+            num_outputs, num_inputs = shape.module_shape(outside)
+            r = rank if isinstance(rank, int) else rank(str(outside))
+            for half, dims in (("A", (r, num_inputs)), ("B", (num_outputs, r))):
+                values = random.standard_normal(dims, dtype=np.float32) * np.float32(size)
+                tensors[f"base_model.model.{outside}.{name.format(half)}"] = values
     return tensors
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -83,13 +84,13 @@ class FakeAdapters:
         self.prefetched: list[str] = []
         self.fault: Exception | None = None  # raised by the next prefetch
 
-    def prefetch(self, digest: str) -> None:
+    def prefetch(self, digest: str, tenant_id: str = "") -> None:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
         self.prefetched.append(digest)
 
-    def lease(self, digest: str) -> int | None:
+    def lease(self, digest: str, tenant_id: str = "") -> int | None:
         if digest == UNKNOWN_DIGEST:
             raise AdapterUnavailableError("the store does not have it")
         self.num_leases += 1
@@ -98,7 +99,7 @@ class FakeAdapters:
     def lacks_slot(self, digest: str) -> bool:
         return False
 
-    def release(self, digest: str) -> None:
+    def release(self, digest: str, tenant_id: str = "") -> None:
         self.num_leases -= 1
 
 
@@ -107,6 +108,7 @@ class FakeReplicaEngine:
 
     def __init__(self, config: EngineConfig, step_s: float = 0.0, num_blocks: int = 256) -> None:
         self.executor = FakeExecutor(step_s)
+        self.num_tidied = 0
         self.adapters = FakeAdapters()
         self.core: EngineCore = build_core(
             config,
@@ -137,6 +139,12 @@ class FakeReplicaEngine:
             adapters_resident=list(self.adapters.slots),
             adapters_host=list(self.adapters.slots),
         )
+
+    def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
+        self.wake, self.observe_load = wake, observe_load
+
+    def tidy(self) -> None:
+        self.num_tidied += 1
 
     def close(self) -> None:
         pass

@@ -38,7 +38,8 @@ def save_random_adapter(
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, size)
-    model.save_pretrained(folder)
+    # Else a copy of the base's embeddings is added where they are adapted.
+    model.save_pretrained(folder, save_embedding_layers=False)
     model.unload()
     (folder / "README.md").unlink(missing_ok=True)
     path = folder / TENSORS_FILE

@@ -17,6 +17,8 @@ from loraplex_engine.artifact.limits import AdapterLimits
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
     CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
     TENSORS_FILE,
     AdapterArtifact,
     Check,
@@ -33,6 +35,8 @@ from loraplex_engine.artifact.tensors import TensorView, read_tensors
 __all__ = [
     "ADAPTER_FILES",
     "CONFIG_FILE",
+    "EMBEDDING",
+    "HEAD",
     "TENSORS_FILE",
     "AdapterArtifact",
     "AdapterConfig",

@@ -34,7 +34,6 @@ _IGNORED_FIELDS = frozenset(
     {
         "base_model_name_or_path",  # informational; fit is decided by shapes
         "corda_config",
-        "ensure_weight_tying",  # concerns embeddings only, which are refused below
         "eva_config",
         "inference_mode",
         "loftq_config",
@@ -64,26 +63,40 @@ _HONOURED_FIELDS = frozenset(
         "init_lora_weights",
         "auto_mapping",
         "bias",
+        "ensure_weight_tying",
         "fan_in_fan_out",
     }
 )
 
+EMBED_TOKENS = "model.embed_tokens"
+LM_HEAD = "lm_head"
+# By which PEFT recognises modules whose weights may be tied.
+_TIED_NAMES = ("embed_tokens", "lm_head")
+
 _TRAIN_AGAIN = "Train a plain LoRA adapter (no {}) on the linear layers."
+_OR_MERGE = (
+    "or merge it with PEFT (merge_and_unload) and serve the result as a base model of its own."
+)
 
 # Features that change the result and are not served: field -> (what it is, what to do).
 _REFUSED_FIELDS: dict[str, tuple[str, str]] = {
     "use_dora": (
         "DoRA rescales whole weight rows and is not served.",
-        "Train with use_dora=false, or merge the adapter into a base model of its own.",
+        f"Train with use_dora=false, {_OR_MERGE}",
     ),
     "modules_to_save": (
         "it replaces whole modules of the base, which all tenants share.",
-        "Train without modules_to_save, or merge the adapter into a base model of its own.",
+        "Train without modules_to_save (LoRA on embed_tokens and lm_head is served: name them in "
+        f"target_modules instead), {_OR_MERGE}",
     ),
-    "lora_bias": ("biases in LoRA layers are not served.", "Train with lora_bias=false."),
+    "lora_bias": (
+        "biases in LoRA layers are not served.",
+        f"Train with lora_bias=false, {_OR_MERGE}",
+    ),
     "trainable_token_indices": (
-        "it changes token embeddings, which all tenants share.",
-        "Train without new or changed tokens.",
+        "it replaces rows of the token embeddings, which all tenants share.",
+        "Train without new or changed tokens, with embed_tokens in target_modules instead, "
+        f"{_OR_MERGE}",
     ),
     "layer_replication": (
         "it makes a deeper model out of the base.",
@@ -115,8 +128,12 @@ _REFUSED_FIELDS: dict[str, tuple[str, str]] = {
 _PLAIN_INITS = frozenset({"gaussian", "eva", "mica", "orthogonal"})
 
 
-class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of adapter_config.json decides the result. Patterns keep their order: first match wins."""
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of adapter_config.json decides the result. Patterns keep their order: first match wins.
+
+    Fields with defaults came later: left out of the manifest while they have them, so that no digest of
+    an older adapter changes.
+    """
 
     rank: int
     alpha: float
@@ -127,6 +144,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: tuple[int, ...] | None  # sorted
     layers_pattern: tuple[str, ...]
+    # PEFT's ensure_weight_tying where it acts: on a tied base, lm_head gets the embedding's pair too.
+    is_tying: bool = False
 
     def targets(self, module: str) -> bool:
         """True if the adapter adapts `module`, for example "model.layers.3.self_attn.q_proj"."""
@@ -137,7 +156,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if isinstance(self.target_modules, str):
             if self.target_modules.lower() == ALL_LINEAR:
-                return module != "lm_head"
+                return module not in (LM_HEAD, EMBED_TOKENS)  # an embedding is no linear
             return re.fullmatch(self.target_modules, module) is not None
         if module in self.target_modules:
             return True  # a full name is meant as it stands, whatever layers are listed
@@ -230,7 +249,15 @@ def parse_adapter_config(raw: bytes, *, limits: AdapterLimits) -> AdapterConfig:
         exclude_modules=fields.names_or_regex("exclude_modules", limits),
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
+        is_tying=fields.flag("ensure_weight_tying") and _names_tied(target_modules),
     )
+
+
+def _names_tied(target_modules: str | tuple[str, ...]) -> bool:
+    """Whether PEFT sees an embedding among the targets; a regular expression must match a bare name."""
+    if isinstance(target_modules, str):
+        return any(re.fullmatch(target_modules, name) for name in _TIED_NAMES)
+    return any(name.rsplit(".", 1)[-1] in _TIED_NAMES for name in target_modules)
 
 
 def _parse_json(raw: bytes, limits: AdapterLimits) -> dict[str, Any]:
@@ -274,7 +301,11 @@ def _refuse_unsupported(fields: _Fields) -> None:
             )
     bias = fields.raw.get("bias", "none")
     if bias not in ("none", None):
-        fields.refuse("bias", f"it is {_shown(bias)}: biases are not served.", 'Use bias="none".')
+        fields.refuse(
+            "bias",
+            f"it is {_shown(bias)}: it trains biases of the base, which all tenants share.",
+            f'Train with bias="none", {_OR_MERGE}',
+        )
     if fields.flag("fan_in_fan_out"):
         fields.refuse(
             "fan_in_fan_out",

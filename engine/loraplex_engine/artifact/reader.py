@@ -22,7 +22,12 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
-from loraplex_engine.artifact.config import AdapterConfig, parse_adapter_config
+from loraplex_engine.artifact.config import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    AdapterConfig,
+    parse_adapter_config,
+)
 from loraplex_engine.artifact.errors import ArtifactError
 from loraplex_engine.artifact.limits import AdapterLimits, PatternClock
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
@@ -34,9 +39,12 @@ ADAPTER_FILES: Final = (CONFIG_FILE, TENSORS_FILE)
 MANIFEST_FORMAT: Final = "loraplex-adapter-1"
 
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,4})\."
-    r"(?P<linear>self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\."
-    r"lora_(?P<half>[AB])\.weight"
+    r"base_model\.model\.(?:"
+    r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,4})\."
+    r"(?P<linear>self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)\.lora_(?P<half>[AB])\.weight"
+    r"|lm_head\.lora_(?P<head_half>[AB])\.weight"
+    r"|model\.embed_tokens\.lora_embedding_(?P<embedding_half>[AB])"
+    r")"
 )
 _NAME_EXAMPLE = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -44,43 +52,57 @@ _NAME_EXAMPLE = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 _FOREIGN_NAMES: Final[tuple[tuple[str, str, str], ...]] = (
     ("lora_magnitude_vector", "DoRA is not served.", "Train with use_dora=false."),
     (
-        "lora_embedding_",
-        "LoRA on token embeddings is not served.",
-        "Train without embed_tokens in target_modules.",
-    ),
-    (
         "modules_to_save",
         "it replaces a module of the base, which all tenants share.",
         "Train without modules_to_save.",
     ),
     ("token_adapter", "trained token embeddings are not served.", "Train without new tokens."),
     (
+        ".base_layer.",
+        "it is a copy of the base's weights, which PEFT adds when embed_tokens or lm_head is targeted; "
+        "the base itself is used here.",
+        "Save with save_pretrained(folder, save_embedding_layers=False).",
+    ),
+    (
         "embed_tokens",
-        "token embeddings are shared by all tenants and cannot be adapted.",
-        "Train without new tokens and without embed_tokens (PEFT: save_embedding_layers=False).",
+        "it replaces the base's embeddings, which all tenants share.",
+        "Train without new tokens, and save with save_pretrained(folder, save_embedding_layers=False).",
     ),
     (
         "lm_head",
-        "the output head is shared by all tenants and cannot be adapted.",
-        "Train without lm_head in target_modules and modules_to_save.",
+        "it replaces the base's output head, which all tenants share.",
+        "Train without new tokens, and save with save_pretrained(folder, save_embedding_layers=False).",
     ),
     (".bias", "biases are not served.", 'Train with bias="none" and lora_bias=false.'),
 )
 
 
 class ModuleName(NamedTuple):
-    """A linear of the base: layer index and its name inside the layer, "self_attn.q_proj"."""
+    """A module of the base: layer index and its name inside the layer, "self_attn.q_proj".
+
+    The two outside of all layers are `EMBEDDING` and `HEAD`.
+    """
 
     layer: int
     linear: str
 
     def __str__(self) -> str:
+        if self.layer == OUTSIDE:
+            return self.linear
         return f"model.layers.{self.layer}.{self.linear}"
+
+
+OUTSIDE: Final = -1
+EMBEDDING: Final = ModuleName(OUTSIDE, EMBED_TOKENS)
+HEAD: Final = ModuleName(OUTSIDE, LM_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """One module's delta: scale * B A, with A (rank, inputs) and B (outputs, rank)."""
+    """One module's delta: scale * B A, with A (rank, inputs) and B (outputs, rank).
+
+    An embedding's inputs are its token ids.
+    """
 
     a: TensorView
     b: TensorView
@@ -108,7 +130,7 @@ class AdapterArtifact:
 
     config: AdapterConfig
     tensors: Mapping[str, TensorView]
-    pairs: Mapping[ModuleName, LoraPair]  # in layer order
+    pairs: Mapping[ModuleName, LoraPair]  # in layer order, those outside of layers first
     digest: str  # "sha256:<64 hex>"
     rank_max: int
     target_modules: tuple[str, ...]  # last names, for example ("down_proj", "q_proj")
@@ -163,7 +185,7 @@ def read_adapter(folder: Path, *, limits: AdapterLimits) -> AdapterArtifact:
         pairs=pairs,
         digest=_digest(config, tensors),
         rank_max=rank_max,
-        target_modules=tuple(sorted({module.linear.split(".")[1] for module in pairs})),
+        target_modules=tuple(sorted({module.linear.rsplit(".", 1)[-1] for module in pairs})),
         num_parameters=num_parameters,
         size_bytes=len(config_bytes) + len(model_bytes),
         norms=norms,
@@ -236,8 +258,12 @@ def _pair_up(
             _refuse_name(name)
         if len(tensor.shape) != 2:
             _refuse(tensor, f"it has {len(tensor.shape)} dimensions.", "LoRA tensors have two.")
-        module = ModuleName(int(match["layer"]), match["linear"])
-        halves.setdefault(module, {})[match["half"]] = tensor
+        if match["layer"] is not None:
+            module = ModuleName(int(match["layer"]), match["linear"])
+        else:
+            module = HEAD if match["head_half"] else EMBEDDING
+        half_name = match["half"] or match["head_half"] or match["embedding_half"]
+        halves.setdefault(module, {})[half_name] = tensor
 
     pairs: dict[ModuleName, LoraPair] = {}
     for module in sorted(halves):
@@ -246,7 +272,8 @@ def _pair_up(
             tensor = next(iter(half.values()))
             missing = "B" if "A" in half else "A"
             _refuse(tensor, f"its lora_{missing} is missing.", "Save the adapter again.")
-        if not config.targets(str(module)):
+        is_tied = config.is_tying and module in (EMBEDDING, HEAD)
+        if not is_tied and not config.targets(str(module)):
             _refuse(
                 half["A"],
                 f"the config does not target {module}: a loader would ignore it.",
@@ -276,8 +303,9 @@ def _refuse_name(name: str) -> NoReturn:
             raise ArtifactError(field, message, remedy)
     raise ArtifactError(
         field,
-        "no linear layer of the base has this name, so the tensor would be ignored.",
-        f"Names look like {_NAME_EXAMPLE} and cover q, k, v, o, gate, up and down projections.",
+        "no layer of the base has this name, so the tensor would be ignored.",
+        f"Names look like {_NAME_EXAMPLE} and cover q, k, v, o, gate, up and down projections, "
+        "embed_tokens and lm_head.",
     )
 
 

@@ -62,7 +62,7 @@ class AdapterStore:
     def has(self, digest: str) -> bool:
         """True if the adapter is published."""
         if self._local_root is not None:
-            return self._local_folder(self._local_root, digest).is_dir()
+            return self.folder_in(self._local_root, digest).is_dir()
         # The config is written last, so it stands for both files.
         return bool(self._remote.exists(f"{self._remote_folder(digest)}/{CONFIG_FILE}"))
 
@@ -112,7 +112,7 @@ class AdapterStore:
         if self._local_root is None:
             self._remote.rm(self._remote_folder(digest), recursive=True)
             return True
-        folder = self._local_folder(self._local_root, digest)
+        folder = self.folder_in(self._local_root, digest)
         gone = folder.parent / f".partial-{uuid.uuid4().hex}"
         os.rename(folder, gone)  # in one step: nobody reads half of it
         shutil.rmtree(gone)
@@ -122,7 +122,7 @@ class AdapterStore:
         """Seconds since it was put; negative infinity if it is gone."""
         try:
             if self._local_root is not None:
-                then = self._local_folder(self._local_root, digest).stat().st_mtime
+                then = self.folder_in(self._local_root, digest).stat().st_mtime
             else:
                 path = f"{self._remote_folder(digest)}/{CONFIG_FILE}"
                 then = self._remote.modified(path).timestamp()
@@ -138,11 +138,11 @@ class AdapterStore:
             OSError: the store cannot be read.
         """
         if self._local_root is not None:
-            folder = self._local_folder(self._local_root, digest)
+            folder = self.folder_in(self._local_root, digest)
             if not folder.is_dir():
                 raise AdapterNotStoredError(f"{digest} is not in the store")
             return folder
-        folder = self._local_folder(into, digest)
+        folder = self.folder_in(into, digest)
         if folder.is_dir():
             return folder
         if not self.has(digest):
@@ -166,7 +166,11 @@ class AdapterStore:
         """
         folder = self.fetch(digest, into)
         try:
-            artifact = read_adapter(folder, limits=limits)
+            try:
+                artifact = read_adapter(folder, limits=limits)
+            except FileNotFoundError:
+                # Another process that shares the copies was short of room just now.
+                artifact = read_adapter(self.fetch(digest, into), limits=limits)
             if artifact.digest != digest:
                 raise ArtifactError(
                     "digest",
@@ -181,7 +185,7 @@ class AdapterStore:
         return artifact
 
     def _put_local(self, root: Path, folder: Path, digest: str) -> None:
-        target = self._local_folder(root, digest)
+        target = self.folder_in(root, digest)
         if target.is_dir():
             os.utime(target)
             return
@@ -196,8 +200,18 @@ class AdapterStore:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether adapters are read where they lie, so that nothing is copied."""
+        return self._local_root is not None
+
     @staticmethod
-    def _local_folder(root: Path, digest: str) -> Path:
+    def folder_in(root: Path, digest: str) -> Path:
+        """Where an adapter lies below `root`, here and where copies are kept.
+
+        Raises:
+            AdapterNotStoredError: not a digest.
+        """
         hexadecimal = _hex(digest)
         return root / hexadecimal[:2] / hexadecimal
 

@@ -9,6 +9,7 @@ T tokens, K inputs, N outputs, R rank over all slices of a site, G adapters (gro
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -21,8 +22,14 @@ from torch import Tensor
 
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.lora.seam import LoraBatch, LoraSite
-from loraplex_engine.lora.sites import SITE_INDEX, SITES, site_layouts
-from loraplex_engine.lora.weights import NativeWeights, TorchWeights
+from loraplex_engine.lora.sites import (
+    SITE_INDEX,
+    SITES,
+    embedding_index,
+    head_index,
+    site_layouts,
+)
+from loraplex_engine.lora.weights import NativeWeights, TorchSite, TorchWeights
 from loraplex_engine.step import Int32Array
 
 # A matrix kernel takes another inner loop for the last rows of a block: with padded rows a row's bits
@@ -60,11 +67,14 @@ class Groups:
 
 
 class _Prepared(Generic[Packed_co]):
-    """Remembers the last step's batch: decoding repeats it until a row or slot changes."""
+    """Remembers the last batches: decoding repeats its step's (all rows, and those that sample) until a
+    row or slot changes.
+    """
+
+    _NUM_KEPT: Final = 2
 
     def __init__(self) -> None:
-        self._key: tuple[bytes, int] | None = None
-        self._batch: Packed_co | None = None
+        self._batches: OrderedDict[tuple[bytes, int], Packed_co | None] = OrderedDict()
 
     def get(
         self, slot_T: Int32Array, version: int, make: Callable[[], Packed_co | None]
@@ -74,10 +84,16 @@ class _Prepared(Generic[Packed_co]):
         Keyed on both: the same slot number may hold another tenant's adapter one step later.
         """
         key = (slot_T.tobytes(), version)
-        if key != self._key:
-            self._batch = make()
-            self._key = key
-        return self._batch
+        if key in self._batches:
+            self._batches.move_to_end(key)
+            return self._batches[key]
+        # A batch of an older slot table keeps weights alive that were evicted.
+        for old in [old for old in self._batches if old[1] != version]:
+            del self._batches[old]
+        batch = self._batches[key] = make()
+        if len(self._batches) > self._NUM_KEPT:
+            self._batches.popitem(last=False)
+        return batch
 
 
 # ------------------------------------------------------------------------------------------ torch
@@ -101,8 +117,10 @@ class TorchLora:
 
     name: Final = "torch"
 
-    def __init__(self, pool: SlotWeights[TorchWeights]) -> None:
+    def __init__(self, pool: SlotWeights[TorchWeights], shape: ModelShape) -> None:
         self._pool = pool
+        self._embedding_index = embedding_index(shape)
+        self._head_index = head_index(shape)
         self._prepared: _Prepared[_TorchBatch] = _Prepared()
 
     def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
@@ -133,25 +151,55 @@ class TorchLora:
     def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
         """See `LoraBackend.add`."""
         assert isinstance(batch, _TorchBatch)
-        index = layer * len(SITES) + SITE_INDEX[site]
+        self._add(y_TN, x_TK, layer * len(SITES) + SITE_INDEX[site], batch)
+
+    def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: LoraBatch) -> None:
+        """See `LoraBackend.add_embedding`."""
+        assert isinstance(batch, _TorchBatch)
+        for group in batch.groups:
+            weights = group.weights.sites[self._embedding_index]
+            if weights is not None:
+                h_MR = weights.a_KR.index_select(0, token_T[group.padded_rows])
+                _expand(y_TH, h_MR.mul_(weights.scale_R), weights, group)
+
+    def adapts_head(self, batch: LoraBatch) -> bool:
+        """See `LoraBackend.adapts_head`."""
+        assert isinstance(batch, _TorchBatch)
+        return any(group.weights.sites[self._head_index] is not None for group in batch.groups)
+
+    def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: LoraBatch) -> None:
+        """See `LoraBackend.add_head`."""
+        assert isinstance(batch, _TorchBatch)
+        self._add(y_RV, x_RH, self._head_index, batch)
+
+    @staticmethod
+    def _add(y_TN: Tensor, x_TK: Tensor, index: int, batch: _TorchBatch) -> None:
         for group in batch.groups:
             weights = group.weights.sites[index]
             if weights is None:
                 continue
-            count = len(group.rows)
-            if group.span is not None and count % ROW_MULTIPLE == 0:
+            if group.span is not None and len(group.rows) % ROW_MULTIPLE == 0:
                 x_MK = x_TK[group.span]
             else:
                 x_MK = x_TK.index_select(0, group.padded_rows)
             h_MR = torch.mm(x_MK.float(), weights.a_KR).mul_(weights.scale_R)
-            for part in weights.slices:
-                delta_mN = torch.mm(h_MR[:, part.ranks], part.b_RN)[:count]
-                if group.span is not None:
-                    y_mN = y_TN[group.span, part.outputs]
-                    y_mN.copy_(y_mN.float().add_(delta_mN))
-                else:
-                    y_mN = y_TN[group.rows, part.outputs]
-                    y_TN[group.rows, part.outputs] = y_mN.float().add_(delta_mN).to(y_TN.dtype)
+            _expand(y_TN, h_MR, weights, group)
+
+
+def _expand(y_TN: Tensor, h_MR: Tensor, weights: TorchSite, group: _TorchGroup) -> None:
+    """y += h B for the rows of a group; h has its padded rows."""
+    count = len(group.rows)
+    for part in weights.slices:
+        # Padding ids that the head does not compute are cut off B too.
+        width = min(part.outputs.stop, y_TN.shape[1]) - part.outputs.start
+        outputs = slice(part.outputs.start, part.outputs.start + width)
+        delta_mN = torch.mm(h_MR[:, part.ranks], part.b_RN[:, :width])[:count]
+        if group.span is not None:
+            y_mN = y_TN[group.span, outputs]
+            y_mN.copy_(y_mN.float().add_(delta_mN))
+        else:
+            y_mN = y_TN[group.rows, outputs]
+            y_TN[group.rows, outputs] = y_mN.float().add_(delta_mN).to(y_TN.dtype)
 
 
 # ----------------------------------------------------------------------------------------- native
@@ -160,7 +208,7 @@ class TorchLora:
 @dataclass(frozen=True, slots=True)
 class _NativeBatch:
     step: LoraStep
-    is_active: npt.NDArray[np.bool_]  # by layer * 4 + site
+    is_active: npt.NDArray[np.bool_]  # by site number
     weights: tuple[NativeWeights, ...]  # keeps the memory alive that `step` points to
 
 
@@ -176,6 +224,9 @@ class NativeLora:
         self._kernel = kernel
         self._layouts = site_layouts(shape)
         self._max_inputs = max(layout.num_inputs for layout in self._layouts)
+        self._embedding_index = embedding_index(shape)
+        self._head_index = head_index(shape)
+        self._head_offsets = SliceOffsets.of((shape.vocab_size,))
         self._offsets = [
             SliceOffsets.of(tuple(width for _, _, width in layout.slices))
             for layout in self._layouts
@@ -210,3 +261,26 @@ class NativeLora:
         index = layer * len(SITES) + site_index
         if batch.is_active[index]:
             self._kernel.add(y_TN, x_TK, self._offset_addresses[site_index], index, batch.step)
+
+    def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: LoraBatch) -> None:
+        """See `LoraBackend.add_embedding`."""
+        assert isinstance(batch, _NativeBatch)
+        if batch.is_active[self._embedding_index]:
+            self._kernel.embed(y_TH, token_T, self._embedding_index, batch.step)
+
+    def adapts_head(self, batch: LoraBatch) -> bool:
+        """See `LoraBackend.adapts_head`."""
+        assert isinstance(batch, _NativeBatch)
+        return bool(batch.is_active[self._head_index])
+
+    def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: LoraBatch) -> None:
+        """See `LoraBackend.add_head`."""
+        assert isinstance(batch, _NativeBatch)
+        if not batch.is_active[self._head_index]:
+            return
+        if self._head_offsets.begins[-1] != y_RV.shape[1]:
+            # The head computes no padding ids; B's rows for them are never read then.
+            self._head_offsets = SliceOffsets.of((y_RV.shape[1],))
+        self._kernel.add(
+            y_RV, x_RH, self._head_offsets.begins.ctypes.data, self._head_index, batch.step
+        )

@@ -1,16 +1,17 @@
 """Which adapters are in memory, which of them hold a step slot, and who may be evicted.
 
-Owns slots, the host tier, leases and loading; what an adapter looks like in memory is the backend's
-(`pack`), where it comes from is the store's. Keyed by digest alone: one content, one copy, whatever
-tenants call it.
+Owns slots, the host tier, leases, pins and loading; what an adapter looks like in memory is the backend's
+(`pack`), where it comes from is the store's, who gets how much is `shares.py`'s, who is loaded next
+`load_queue.py`'s. Keyed by digest alone: one content, one copy, whatever tenants call it.
 
-| state   | host memory | slot | may be evicted                                        |
-|---------|-------------|------|-------------------------------------------------------|
-| loading | no          | no   | -                                                     |
-| host    | yes         | no   | least recently used first, unless someone waits for it |
-| slot    | yes         | yes  | as host, with its slot                                |
-| leased  | yes         | yes  | never                                                 |
-| failed  | no          | no   | forgotten after `retry_after_s`: then tried again     |
+| state   | host memory | slot | may be evicted                                             |
+|---------|-------------|------|------------------------------------------------------------|
+| queued  | no          | no   | -                                                          |
+| loading | no          | no   | -                                                          |
+| host    | yes         | no   | unless pinned or waited for; see `shares.py` for whose first |
+| slot    | yes         | yes  | as host, with its slot                                     |
+| leased  | yes         | yes  | never                                                      |
+| failed  | no          | no   | forgotten after `retry_after_s`: then tried again          |
 
 Threads: every method is called from the step thread, except that loader threads put their results
 into a queue which the step thread empties. So no step ever waits for a disk or a lock.
@@ -18,15 +19,15 @@ into a queue which the step thread empties. So no step ever waits for a disk or 
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 import structlog
 
@@ -44,12 +45,25 @@ from loraplex_engine.errors import (
     AdapterUnavailableError,
     RequestRejectedError,
 )
+from loraplex_engine.lora.disk_cache import DiskCache
+from loraplex_engine.lora.load_queue import LoadQueue
+from loraplex_engine.lora.shares import Capacity, Shares, fair_slots, split_slots
 
 log = structlog.get_logger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
 # Someone who waits for a slot asks at every step; silent for this long, nobody waits.
 WANTED_GRACE_S: Final = 1.0
+# A tenant silent for this long has no share of the memory: what it has goes first.
+ACTIVE_S: Final = 60.0
+MAX_HOST_BYTES: Final = 1 << 30
+MAX_DISK_BYTES: Final = 10 << 30
+# Pins leave at least so much of the bytes to everybody else.
+_UNPINNED_BYTES: Final = 0.5
+_TIDY_EVERY_S: Final = 1.0
+_MAX_SIZES_KNOWN: Final = 4096
+
+LoadTier = Literal["disk", "store"]
 
 
 class PackedAdapter(Protocol):
@@ -71,8 +85,12 @@ class PoolStats:
     resident: tuple[str, ...]  # digests in slots
     host: tuple[str, ...]  # digests in host memory, those in slots included
     loading: tuple[str, ...]
+    queued: int  # waiting for a loader
+    pinned: tuple[str, ...]
     leases: int
     host_bytes: int
+    disk_adapters: int  # copies of a remote store's
+    disk_bytes: int
     loads_total: int
     load_failures_total: int
     evictions_total: int
@@ -81,12 +99,24 @@ class PoolStats:
 
 @dataclass(slots=True)
 class _Entry(Generic[Packed]):
-    """An adapter in host memory."""
+    """An adapter in host memory; `shares.Held`."""
 
     weights: Packed
+    tenants: set[str]  # that have asked for it since it was loaded
+    used_at_s: float
+    kept_until_s: float  # whoever asked for the load is about to ask again
     slot: int | None = None
-    leases: int = 0
-    wanted_at_s: float | None = None  # last asked for without getting a slot
+    leases: dict[str, int] = field(default_factory=dict)  # by tenant
+    wants_slot: dict[str, float] = field(default_factory=dict)  # tenant -> last asked in vain
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weights.size_bytes
+
+    def wait_ends_s(self) -> float:
+        """Until when somebody is taken to wait for it."""
+        asked_s = max(self.wants_slot.values(), default=-math.inf)
+        return max(self.kept_until_s, asked_s + WANTED_GRACE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +125,7 @@ class _Loaded(Generic[Packed]):
 
     digest: str
     outcome: Packed | RequestRejectedError
+    tier: LoadTier
     load_s: float
 
 
@@ -117,6 +148,9 @@ class LoraPool(Generic[Packed]):
         cache_dir: Path,
         max_loras: int,
         max_cpu_loras: int,
+        max_cpu_lora_bytes: int = MAX_HOST_BYTES,
+        max_disk_bytes: int = MAX_DISK_BYTES,
+        idle_s: float | None = None,
         num_loaders: int = 1,
         retry_after_s: float = RETRY_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
@@ -128,87 +162,124 @@ class LoraPool(Generic[Packed]):
             cache_dir: where adapters of a remote store are kept on disk.
             max_loras: step slots, the most distinct adapters in one step.
             max_cpu_loras: adapters in host memory, those in slots included.
+            max_cpu_lora_bytes: memory they may take; one load may exceed it for as long as all else is
+                in use.
+            max_disk_bytes: of `cache_dir`.
+            idle_s: an adapter unused for so long leaves host memory; None: never for that reason.
             on_loaded: called from a loader thread when a load has ended, to wake the step loop.
 
         Raises:
-            ValueError: fewer places in host memory than slots.
+            ValueError: fewer places in host memory than slots, or no bytes.
         """
-        if not 1 <= max_loras <= max_cpu_loras:
-            raise ValueError(f"need 1 <= max_loras <= max_cpu_loras: {max_loras}, {max_cpu_loras}")
+        _check_capacity(max_loras, max_cpu_loras, max_cpu_lora_bytes)
+        self.on_loaded = on_loaded
+        # (tier, seconds) of each load that succeeded; called on the step thread.
+        self.observe_load: Callable[[LoadTier, float], None] | None = None
         self._store = store
         self._shape = shape
         self._limits = limits
         self._pack = pack
         self._cache_dir = cache_dir
-        self._max_cpu_loras = max_cpu_loras
+        self._disk = None if store.is_local else DiskCache(cache_dir, max_disk_bytes)
+        self._capacity = Capacity(max_cpu_loras, max_cpu_lora_bytes)
+        self._idle_s = idle_s
         self._retry_after_s = retry_after_s
         self._clock = clock
-        self._on_loaded = on_loaded
+        self._num_loaders = num_loaders
         self._loaders = ThreadPoolExecutor(num_loaders, thread_name_prefix="lora-loader")
         self._results: queue.SimpleQueue[_Loaded[Packed]] = queue.SimpleQueue()
+        self._queue = LoadQueue()
+        self._askers: dict[str, set[str]] = {}  # of what is queued or loading
         self._loading: set[str] = set()
         self._failures: dict[str, _Failure] = {}
         self._host: OrderedDict[str, _Entry[Packed]] = OrderedDict()  # least recently used first
+        self._host_bytes = 0
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # of adapters seen lately
+        self._pinned: set[str] = set()
+        self._asked_at_s: dict[str, float] = {}  # by tenant
         self._slots: list[str | None] = [None] * max_loras
         self._version = 0
+        self._num_leases = 0
+        self._blocked_until_s = -math.inf  # before, no load can begin unless something changes
+        self._tidied_at_s = -math.inf
         self._loads = self._load_failures = self._evictions = 0
         self._load_seconds = 0.0
 
     # ------------------------------------------------------------------------- for the scheduler
 
-    def prefetch(self, digest: str) -> None:
-        """Start loading unless it is loaded or loading already."""
+    def prefetch(self, digest: str, tenant_id: str = "") -> None:
+        """Have it loaded unless it is here or on its way.
+
+        Args:
+            tenant_id: who asks; "": nobody in particular.
+        """
+        self._note_asker(tenant_id)
         self._take_results()
         entry = self._host.get(digest)
         if entry is not None:
-            self._host.move_to_end(digest)
+            self._note_use(digest, entry, tenant_id)
         elif self._failure_of(digest) is None:
-            self._start_loading(digest)
+            self._ask_for(digest, tenant_id)
 
-    def lease(self, digest: str) -> int | None:
-        """The step slot, now leased once more; None: still loading, or every slot is in use.
+    def lease(self, digest: str, tenant_id: str = "") -> int | None:
+        """The step slot, now leased once more; None: still loading, or no slot for this tenant now.
 
         Raises:
             AdapterUnavailableError: the store does not have it, or reading it failed.
             AdapterInvalidError: what the store has is not what the digest names, or does not fit.
         """
+        self._note_asker(tenant_id)
         self._take_results()
         entry = self._host.get(digest)
         if entry is None:
             failure = self._failure_of(digest)
             if failure is not None:
                 raise failure
-            self._start_loading(digest)
+            self._ask_for(digest, tenant_id)
             return None
-        self._host.move_to_end(digest)
+        self._note_use(digest, entry, tenant_id)
+        if not entry.leases and self._must_let_others_first(tenant_id):
+            entry.wants_slot.pop(tenant_id, None)
+            entry.kept_until_s = self._clock() + WANTED_GRACE_S
+            return None
         if entry.slot is None:
             entry.slot = self._free_slot()
             if entry.slot is None:
-                entry.wanted_at_s = self._clock()
+                entry.wants_slot[tenant_id] = self._clock()
                 return None
             self._slots[entry.slot] = digest
             self._version += 1
-        entry.wanted_at_s = None
-        entry.leases += 1
+        entry.wants_slot.clear()
+        entry.kept_until_s = -math.inf
+        entry.leases[tenant_id] = entry.leases.get(tenant_id, 0) + 1
+        self._num_leases += 1
         return entry.slot
 
     def lacks_slot(self, digest: str) -> bool:
         """Whether it is loaded, and `lease` gave None only because every slot is leased."""
         entry = self._host.get(digest)
-        return entry is not None and entry.slot is None
+        return entry is not None and entry.slot is None and bool(entry.wants_slot)
 
-    def release(self, digest: str) -> None:
+    def release(self, digest: str, tenant_id: str = "") -> None:
         """Give one lease back."""
-        entry = self._host[digest]
-        assert entry.leases > 0, f"{digest} was released more often than leased"
-        entry.leases -= 1
-        if entry.leases == 0:
+        entry = self._host.get(digest)
+        left = 0 if entry is None else entry.leases.get(tenant_id, 0)
+        assert entry is not None, f"{digest} was released but is not here"
+        assert left > 0, f"{digest} was released more often than leased"
+        self._num_leases -= 1
+        entry.used_at_s = self._clock()
+        if left > 1:
+            entry.leases[tenant_id] = left - 1
+            return
+        del entry.leases[tenant_id]
+        if not entry.leases:
+            self._changed()
             self._trim()
 
     @property
     def num_leases(self) -> int:
         """Leases not given back."""
-        return sum(entry.leases for entry in self._host.values())
+        return self._num_leases
 
     # --------------------------------------------------------------------------- for the backend
 
@@ -225,16 +296,60 @@ class LoraPool(Generic[Packed]):
 
     # --------------------------------------------------------------------------- for the operator
 
-    def set_capacity(self, max_cpu_loras: int) -> None:
+    def pin(self, digest: str) -> None:
+        """Load it and keep it in host memory, whoever uses it and however seldom.
+
+        One that fails to load is tried again. Pins may take half of the bytes; what is pinned beyond
+        is loaded as any other.
+
+        Raises:
+            ValueError: pins would leave fewer places than slots to everybody else.
+        """
+        max_pins = self._capacity.places - len(self._slots)
+        if digest not in self._pinned and len(self._pinned) >= max_pins:
+            raise ValueError(
+                f"{max_pins} adapters can be pinned: max_cpu_loras {self._capacity.places} less "
+                f"max_loras {len(self._slots)}"
+            )
+        self._pinned.add(digest)
+        self._check_pinned_bytes(digest)
+        self.prefetch(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Let it be evicted like any other; not pinned: no-op."""
+        self._pinned.discard(digest)
+        self._changed()
+        self._trim()
+
+    def set_capacity(self, max_cpu_loras: int, max_cpu_lora_bytes: int | None = None) -> None:
         """Change the size of the host tier; what is beyond it is evicted as soon as it may be.
 
         Raises:
-            ValueError: fewer places than slots.
+            ValueError: fewer places than slots, or no bytes.
         """
-        if max_cpu_loras < len(self._slots):
-            raise ValueError(f"{max_cpu_loras} places for {len(self._slots)} slots")
-        self._max_cpu_loras = max_cpu_loras
+        size_bytes = max_cpu_lora_bytes or self._capacity.size_bytes
+        _check_capacity(len(self._slots), max_cpu_loras, size_bytes)
+        self._capacity = Capacity(max_cpu_loras, size_bytes)
+        self._changed()
         self._trim()
+
+    def tidy(self) -> None:
+        """Take over what was loaded and let idle adapters go; call it now and then, also when idle."""
+        self._take_results()
+        now_s = self._clock()
+        if now_s - self._tidied_at_s < _TIDY_EVERY_S:
+            return
+        self._tidied_at_s = now_s
+        self._asked_at_s = {
+            tenant: at_s for tenant, at_s in self._asked_at_s.items() if now_s - at_s <= ACTIVE_S
+        }
+        if self._idle_s is not None:
+            for digest, entry in list(self._evictable()):
+                if now_s - entry.used_at_s > self._idle_s:
+                    self._evict(digest)
+        for digest in self._pinned - self._host.keys() - self._loading:
+            if self._failure_of(digest) is None:
+                self._ask_for(digest, "")
 
     def stats(self) -> PoolStats:
         """What is where right now."""
@@ -243,8 +358,12 @@ class LoraPool(Generic[Packed]):
             resident=tuple(digest for digest in self._slots if digest is not None),
             host=tuple(self._host),
             loading=tuple(sorted(self._loading)),
-            leases=self.num_leases,
-            host_bytes=sum(entry.weights.size_bytes for entry in self._host.values()),
+            queued=len(self._askers) - len(self._loading),
+            pinned=tuple(sorted(self._pinned)),
+            leases=self._num_leases,
+            host_bytes=self._host_bytes,
+            disk_adapters=self._disk.num_adapters if self._disk else 0,
+            disk_bytes=self._disk.size_bytes if self._disk else 0,
             loads_total=self._loads,
             load_failures_total=self._load_failures,
             evictions_total=self._evictions,
@@ -252,14 +371,21 @@ class LoraPool(Generic[Packed]):
         )
 
     def check(self) -> None:
-        """Assert that slots and host tier agree and that bounds hold."""
+        """Assert that slots and host tier agree and that counts hold."""
         for slot, digest in enumerate(self._slots):
             assert digest is None or self._host[digest].slot == slot
         for digest, entry in self._host.items():
             assert entry.slot is None or self._slots[entry.slot] == digest
-            assert entry.leases == 0 or entry.slot is not None
-            assert entry.leases >= 0
+            assert not entry.leases or entry.slot is not None
+            assert all(count > 0 for count in entry.leases.values())
+            assert entry.leases.keys() <= entry.tenants
+        leases = sum(sum(entry.leases.values()) for entry in self._host.values())
+        assert leases == self._num_leases
+        assert self._host_bytes == sum(entry.size_bytes for entry in self._host.values())
         assert not self._loading & self._host.keys()
+        queued = set(self._queue)
+        assert not queued & (self._loading | self._host.keys())
+        assert self._askers.keys() == queued | self._loading
 
     def close(self) -> None:
         """Stop the loader threads; a load that has begun is waited for, its result dropped."""
@@ -267,27 +393,97 @@ class LoraPool(Generic[Packed]):
 
     # ---------------------------------------------------------------------------------- loading
 
-    def _start_loading(self, digest: str) -> None:
-        if digest in self._loading:
-            return
-        num_evictable = sum(1 for _ in self._evictable())
-        if len(self._host) - num_evictable + len(self._loading) >= self._max_cpu_loras:
-            return  # everything here is in use or about to be: whoever asks, asks again
-        self._loading.add(digest)
-        self._loaders.submit(self._load, digest)
+    def _note_asker(self, tenant_id: str) -> None:
+        # Nobody has no share: what a gateway or the operator has loaded is lent to all.
+        if tenant_id:
+            self._asked_at_s[tenant_id] = self._clock()
+
+    def _note_use(self, digest: str, entry: _Entry[Packed], tenant_id: str) -> None:
+        self._host.move_to_end(digest)
+        entry.tenants.add(tenant_id)
+        entry.used_at_s = self._clock()
+
+    def _changed(self) -> None:
+        """Something that a queued load may have waited for."""
+        self._blocked_until_s = -math.inf
+
+    def _ask_for(self, digest: str, tenant_id: str) -> None:
+        """Have it loaded, in turn."""
+        askers = self._askers.setdefault(digest, set())
+        if tenant_id not in askers:
+            askers.add(tenant_id)
+            if digest not in self._loading:
+                self._queue.push(tenant_id, digest)
+                self._changed()
+            if digest not in self._loading and digest not in self._queue:
+                del self._askers[digest]  # the tenant's line is full
+        self._begin_loads()
+
+    def _begin_loads(self) -> None:
+        """Give queued loads to idle loaders, as far as there is or can be made room for them."""
+        now_s = self._clock()
+        while (
+            self._queue
+            and len(self._loading) < self._num_loaders
+            and now_s >= self._blocked_until_s
+        ):
+            shares, evictable = self._shares(), [entry for _, entry in self._evictable()]
+
+            def has_room(
+                tenant_id: str,
+                digest: str,
+                shares: Shares = shares,
+                evictable: list[_Entry[Packed]] = evictable,
+            ) -> bool:
+                return self._has_room(tenant_id, digest, shares, evictable)
+
+            digest = self._queue.pop(has_room)
+            if digest is None:
+                self._blocked_until_s = self._next_wait_end_s(now_s)
+                return
+            self._loading.add(digest)
+            self._loaders.submit(self._load, digest)
+
+    def _has_room(
+        self, tenant_id: str, digest: str, shares: Shares, evictable: list[_Entry[Packed]]
+    ) -> bool:
+        """Whether there is room for what loads and one more, or what that would push out may go."""
+        size_bytes = self._expected_bytes(digest)
+        coming_bytes = sum(self._expected_bytes(other) for other in self._loading) + size_bytes
+        missing_places = len(self._host) + len(self._loading) + 1 - self._capacity.places
+        missing_bytes = self._host_bytes + coming_bytes - self._capacity.size_bytes
+        for entry in evictable:
+            if missing_places <= 0 and missing_bytes <= 0:
+                break
+            if shares.may_evict(entry, asking=tenant_id, size_bytes=size_bytes):
+                missing_places -= 1
+                missing_bytes -= entry.size_bytes
+        return missing_places <= 0 and missing_bytes <= 0
+
+    def _expected_bytes(self, digest: str) -> int:
+        """Its size when it was last here, or that of an average one."""
+        return self._sizes.get(digest, self._host_bytes // max(1, len(self._host)))
+
+    def _next_wait_end_s(self, now_s: float) -> float:
+        """When the first adapter that is waited for will not be any more, should nobody ask again."""
+        ends = [entry.wait_ends_s() for entry in self._host.values()]
+        return min((end_s for end_s in ends if end_s > now_s), default=now_s + WANTED_GRACE_S)
 
     def _load(self, digest: str) -> None:
         """On a loader thread: store, checks, digest, fit, packing. Never raises."""
         started_s = time.monotonic()
         outcome: Packed | RequestRejectedError
+        tier: LoadTier = "store"
         try:
-            artifact = self._store.load(digest, self._cache_dir, limits=self._limits)
-            check_fits(artifact, self._shape)
-            outcome = self._pack(artifact)
+            if self._disk is not None and self._disk.has(digest):
+                tier = "disk"
+            outcome = self._read(digest, is_new=tier == "store")
         except ArtifactError as error:
             outcome = AdapterInvalidError(f"adapter {digest[:19]}: {error}")
         except AdapterNotStoredError as error:
             outcome = AdapterUnavailableError(str(error), retry_after_s=self._retry_after_s)
+        except RequestRejectedError as error:
+            outcome = error
         except Exception as error:
             # Whatever went wrong, a request waits for an answer and the loader must live.
             log.exception("adapter_load_failed", digest=digest)
@@ -295,29 +491,70 @@ class LoraPool(Generic[Packed]):
                 f"adapter {digest[:19]} could not be read: {type(error).__name__}",
                 retry_after_s=self._retry_after_s,
             )
-        self._results.put(_Loaded(digest, outcome, time.monotonic() - started_s))
-        if self._on_loaded is not None:
-            self._on_loaded()
+        self._results.put(_Loaded(digest, outcome, tier, time.monotonic() - started_s))
+        if self.on_loaded is not None:
+            self.on_loaded()
+
+    def _read(self, digest: str, *, is_new: bool) -> Packed:
+        artifact = self._store.load(digest, self._cache_dir, limits=self._limits)
+        if self._disk is not None:
+            self._disk.note_use(digest, is_new=is_new)
+        check_fits(artifact, self._shape)
+        packed = self._pack(artifact)
+        if packed.size_bytes > self._capacity.size_bytes:
+            raise AdapterInvalidError(
+                f"adapter {digest[:19]} takes {packed.size_bytes} bytes of memory, all adapters together "
+                f"have {self._capacity.size_bytes}: raise --max-cpu-lora-bytes, or train with a smaller rank"
+            )
+        return packed
 
     def _take_results(self) -> None:
         while not self._results.empty():
-            loaded = self._results.get_nowait()
-            self._loading.discard(loaded.digest)
-            self._load_seconds += loaded.load_s
-            if isinstance(loaded.outcome, RequestRejectedError):
-                self._load_failures += 1
-                self._remember_failure(loaded.digest, loaded.outcome)
-                log.warning("adapter_refused", digest=loaded.digest, reason=str(loaded.outcome))
-                continue
-            self._loads += 1
-            # Whoever asked for it is about to ask again: it must still be there then.
-            self._host[loaded.digest] = _Entry(loaded.outcome, wanted_at_s=self._clock())
-            self._trim()
-            log.info(
-                "adapter_loaded",
-                digest=loaded.digest,
-                size_bytes=loaded.outcome.size_bytes,
-                load_ms=round(loaded.load_s * 1e3),
+            self._take_over(self._results.get_nowait())
+            self._begin_loads()
+
+    def _take_over(self, loaded: _Loaded[Packed]) -> None:
+        self._changed()
+        self._loading.discard(loaded.digest)
+        askers = self._askers.pop(loaded.digest, set())
+        self._load_seconds += loaded.load_s
+        if isinstance(loaded.outcome, RequestRejectedError):
+            self._load_failures += 1
+            self._remember_failure(loaded.digest, loaded.outcome)
+            log.warning("adapter_refused", digest=loaded.digest, reason=str(loaded.outcome))
+            return
+        self._loads += 1
+        now_s = self._clock()
+        size_bytes = loaded.outcome.size_bytes
+        self._host[loaded.digest] = _Entry(
+            loaded.outcome,
+            tenants=askers,
+            used_at_s=now_s,
+            kept_until_s=now_s + WANTED_GRACE_S,
+        )
+        self._host_bytes += size_bytes
+        self._sizes[loaded.digest] = size_bytes
+        if len(self._sizes) > _MAX_SIZES_KNOWN:
+            self._sizes.popitem(last=False)
+        self._check_pinned_bytes(loaded.digest)
+        self._trim()
+        if self.observe_load is not None:
+            self.observe_load(loaded.tier, loaded.load_s)
+        log.info(
+            "adapter_loaded",
+            digest=loaded.digest,
+            size_bytes=size_bytes,
+            tier=loaded.tier,
+            load_ms=round(loaded.load_s * 1e3),
+        )
+
+    def _check_pinned_bytes(self, digest: str) -> None:
+        pinned = sum(self._host[pin].size_bytes for pin in self._pinned & self._host.keys())
+        limit = self._capacity.size_bytes * (1 - _UNPINNED_BYTES)
+        if digest in self._pinned and pinned > limit:
+            self._pinned.discard(digest)
+            log.warning(
+                "adapter_pin_dropped", digest=digest, pinned_bytes=pinned, limit_bytes=int(limit)
             )
 
     def _remember_failure(self, digest: str, error: RequestRejectedError) -> None:
@@ -336,7 +573,28 @@ class LoraPool(Generic[Packed]):
             return None
         return type(failure.error)(str(failure.error), retry_after_s=left_s)
 
-    # --------------------------------------------------------------------------------- eviction
+    # ------------------------------------------------------------------------------------ slots
+
+    def _must_let_others_first(self, tenant_id: str) -> bool:
+        """Whether a tenant that has its share of slots wants one more while another waits for fewer.
+
+        Whoever waits and holds least is never held back, so somebody always goes on.
+        """
+        now_s = self._clock()
+        waiting = {
+            user
+            for entry in self._host.values()
+            if entry.slot is None
+            for user, asked_s in entry.wants_slot.items()
+            if user != tenant_id and now_s - asked_s <= WANTED_GRACE_S
+        }
+        if not waiting:
+            return False
+        held = split_slots(entry.leases for entry in self._host.values() if entry.leases)
+        num_active = len(waiting | held.keys() | {tenant_id})
+        ours = held.get(tenant_id, 0.0)
+        is_ahead = any(held.get(user, 0.0) < ours for user in waiting)
+        return is_ahead and ours >= fair_slots(len(self._slots), num_active)
 
     def _free_slot(self) -> int | None:
         """An empty slot, or that of the least recently used adapter without a lease."""
@@ -344,31 +602,72 @@ class LoraPool(Generic[Packed]):
             if digest is None:
                 return slot
         for entry in self._host.values():
-            if entry.slot is not None and entry.leases == 0:
+            if entry.slot is not None and not entry.leases:
                 slot, entry.slot = entry.slot, None
                 self._slots[slot] = None
                 return slot
         return None
 
-    def _evictable(self) -> Iterator[str]:
-        """Digests nobody uses or waits for, least recently used first."""
+    # --------------------------------------------------------------------------------- eviction
+
+    def _evictable(self) -> Iterator[tuple[str, _Entry[Packed]]]:
+        """What nobody uses, waits for or has pinned, least recently used first."""
         now_s = self._clock()
         for digest, entry in self._host.items():
-            waits = entry.wanted_at_s is not None and now_s - entry.wanted_at_s <= WANTED_GRACE_S
-            if entry.leases == 0 and not waits:
-                yield digest
+            if not entry.leases and digest not in self._pinned and entry.wait_ends_s() < now_s:
+                yield digest, entry
+
+    def _shares(self) -> Shares:
+        """Of what is not pinned: pins are the operator's, not a tenant's."""
+        now_s = self._clock()
+        held = [entry for digest, entry in self._host.items() if digest not in self._pinned]
+        active = [t for t, asked_s in self._asked_at_s.items() if now_s - asked_s <= ACTIVE_S]
+        return Shares(held, active, self._unpinned_capacity())
+
+    def _unpinned_capacity(self) -> Capacity:
+        pinned = self._pinned & self._host.keys()
+        return Capacity(
+            self._capacity.places - len(pinned),
+            self._capacity.size_bytes - sum(self._host[digest].size_bytes for digest in pinned),
+        )
+
+    def _is_over(self) -> bool:
+        return (
+            len(self._host) > self._capacity.places or self._host_bytes > self._capacity.size_bytes
+        )
 
     def _trim(self) -> None:
-        """Evict what is beyond the capacity, as far as it may be; the rest at a later release."""
-        excess = len(self._host) - self._max_cpu_loras
-        if excess > 0:
-            for digest in list(islice(self._evictable(), excess)):
+        """Evict what is beyond the capacity, as far as it may be; the rest at a later release.
+
+        Adapters that no active tenant uses go first, then those of tenants beyond their share. As all
+        shares together are the capacity, somebody is beyond.
+        """
+        if not self._is_over():
+            return
+        shares = self._shares()
+        candidates = list(self._evictable())
+        for digest, entry in sorted(candidates, key=lambda item: not shares.is_unused(item[1])):
+            if not self._is_over():
+                return
+            if shares.may_evict(entry):
+                shares.drop(entry)
                 self._evict(digest)
 
     def _evict(self, digest: str) -> None:
         entry = self._host.pop(digest)
+        self._host_bytes -= entry.size_bytes
         if entry.slot is not None:
             self._slots[entry.slot] = None
             self._version += 1
         self._evictions += 1
-        log.info("adapter_evicted", digest=digest, size_bytes=entry.weights.size_bytes)
+        self._changed()
+        log.info("adapter_evicted", digest=digest, size_bytes=entry.size_bytes)
+
+
+def _check_capacity(max_loras: int, max_cpu_loras: int, max_cpu_lora_bytes: int) -> None:
+    if not 1 <= max_loras <= max_cpu_loras:
+        raise ValueError(
+            f"need 1 <= max_loras <= max_cpu_loras: {max_cpu_loras} places for {max_loras} slots"
+        )
+    if max_cpu_lora_bytes < 1:
+        raise ValueError(f"max_cpu_lora_bytes is {max_cpu_lora_bytes}: use 1 or more")

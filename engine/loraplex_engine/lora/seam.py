@@ -3,9 +3,11 @@
 The model knows neither adapters nor slots: it runs a linear and offers its output to the backend,
     y_TN = linear(x_TK)
     if batch is not None: backend.add(y_TN, x_TK, layer, site, batch)
-and the backend adds each adapter row's delta in place.
+and the backend adds each adapter row's delta in place. The embedding and the head have a call of their
+own: the one has token ids for input, the other runs on the sampled rows only, with a batch of those.
 
-T tokens of the step, K inputs and N outputs of the (possibly merged) linear.
+T tokens of the step, K inputs and N outputs of the (possibly merged) linear, R sampled rows, V
+vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -53,5 +55,28 @@ class LoraBackend(Protocol):
         Args:
             y_TN: output of the linear, model dtype, contiguous; N covers all slices of the site.
             x_TK: input of the linear, model dtype, contiguous.
+        """
+        ...
+
+    def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: LoraBatch) -> None:
+        """Add the embedding's deltas to `y_TH` in place.
+
+        Args:
+            y_TH: embedded tokens, model dtype, contiguous.
+            token_T: their ids, int64, contiguous.
+        """
+        ...
+
+    def adapts_head(self, batch: LoraBatch) -> bool:
+        """Whether some adapter of the batch adapts lm_head; if not, there is no need of `add_head`."""
+        ...
+
+    def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: LoraBatch) -> None:
+        """Add the deltas of lm_head to logits, in place.
+
+        Args:
+            y_RV: logits, model dtype, contiguous; V may end before the vocabulary's padding ids.
+            x_RH: the head's input, model dtype, contiguous.
+            batch: of these R rows.
         """
         ...

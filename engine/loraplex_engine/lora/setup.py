@@ -13,7 +13,7 @@ from loraplex_kernels.cpu.lora import LoraKernel
 
 from loraplex_engine.artifact import AdapterLimits, AdapterStore, ModelShape
 from loraplex_engine.lora.backend import NativeLora, SlotWeights, TorchLora
-from loraplex_engine.lora.pool import LoraPool
+from loraplex_engine.lora.pool import MAX_DISK_BYTES, MAX_HOST_BYTES, LoraPool
 from loraplex_engine.lora.seam import LoraBackend
 from loraplex_engine.lora.weights import AdapterTensors, pack_native, pack_torch
 
@@ -40,16 +40,18 @@ def open_lora(
     cache_dir: Path,
     max_loras: int = 16,
     max_cpu_loras: int = 64,
+    max_cpu_lora_bytes: int = MAX_HOST_BYTES,
+    max_disk_bytes: int = MAX_DISK_BYTES,
+    idle_s: float | None = None,
     max_lora_rank: int = 64,
     backend: BackendName = "auto",
-    on_loaded: Callable[[], None] | None = None,
 ) -> Lora:
     """Open the store and make an empty pool.
 
     Args:
         cache_dir: for compiled kernels and for adapters of a remote store.
+        max_cpu_lora_bytes, max_disk_bytes, idle_s: see `LoraPool`.
         backend: auto takes the native kernel, and torch with one warning where it does not compile.
-        on_loaded: called from a loader thread when a load has ended, to wake the step loop.
 
     Raises:
         NativeBuildError: the native kernel was asked for and does not compile here.
@@ -60,12 +62,13 @@ def open_lora(
     )
 
     def open_backend(slots: SlotWeights[Any]) -> LoraBackend:
-        return TorchLora(slots) if kernel is None else NativeLora(slots, shape, kernel)
+        return TorchLora(slots, shape) if kernel is None else NativeLora(slots, shape, kernel)
 
     pack: Callable[[AdapterTensors, ModelShape], Any]
     pack, name = (pack_torch, TorchLora.name) if kernel is None else (pack_native, NativeLora.name)
+    store = AdapterStore(store_url)
     pool = LoraPool(
-        store=AdapterStore(store_url),
+        store=store,
         shape=shape,
         # A store holds what passed at upload, under its digest; whatever is finite is served, and
         # an adapter that overflows harms nobody but its own rows.
@@ -74,7 +77,11 @@ def open_lora(
         cache_dir=cache_dir / "adapters",
         max_loras=max_loras,
         max_cpu_loras=max_cpu_loras,
-        on_loaded=on_loaded,
+        max_cpu_lora_bytes=max_cpu_lora_bytes,
+        max_disk_bytes=max_disk_bytes,
+        idle_s=idle_s,
+        # Of a remote store, one adapter may download while another one is checked and packed.
+        num_loaders=1 if store.is_local else 2,
     )
     return Lora(pool, open_backend(pool), name, pack, open_backend)
 

@@ -1,6 +1,7 @@
-"""Where LoRA deltas go: the four merged linears of a layer, their slices and sizes.
+"""Where LoRA deltas go: the four merged linears of a layer, their slices and sizes; embedding and head.
 
-A site is numbered layer * 4 + its place in `SITES`; that number indexes every per-adapter table.
+A site is numbered layer * 4 + its place in `SITES`, embedding and head after the last layer's; that
+number indexes every per-adapter table.
 """
 
 from __future__ import annotations
@@ -13,6 +14,21 @@ from loraplex_engine.lora.seam import SITE_SLICES, LoraSite
 
 SITES: Final[tuple[LoraSite, ...]] = ("qkv", "o", "gate_up", "down")
 SITE_INDEX: Final[dict[LoraSite, int]] = {site: index for index, site in enumerate(SITES)}
+
+
+def num_sites(shape: ModelShape) -> int:
+    """Entries of a per-adapter table."""
+    return head_index(shape) + 1
+
+
+def embedding_index(shape: ModelShape) -> int:
+    """The embedding's number."""
+    return shape.num_layers * len(SITES)
+
+
+def head_index(shape: ModelShape) -> int:
+    """The number of lm_head."""
+    return embedding_index(shape) + 1
 
 
 @dataclass(frozen=True, slots=True)

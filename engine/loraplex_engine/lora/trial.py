@@ -8,7 +8,14 @@ from typing import Final
 
 import numpy as np
 
-from loraplex_engine.artifact import LoraPair, ModelShape, ModuleName, TensorView
+from loraplex_engine.artifact import (
+    EMBEDDING,
+    HEAD,
+    LoraPair,
+    ModelShape,
+    ModuleName,
+    TensorView,
+)
 from loraplex_engine.artifact.tensors import FloatDType
 from loraplex_engine.lora.pool import PackedAdapter
 from loraplex_engine.lora.seam import LoraBackend
@@ -21,11 +28,15 @@ _ADAPTERS: Final[tuple[tuple[int, FloatDType], ...]] = ((8, "BF16"), (5, "F32"),
 
 @dataclass(frozen=True, slots=True)
 class LoraTrial:
-    """The backend, and what may be asked of it: layer 0, these sites, slots below `num_slots`."""
+    """The backend, and what may be asked of it: layer 0, these sites, embedding and head, slots below
+    `num_slots`.
+    """
 
     backend: LoraBackend
     layouts: tuple[SiteLayout, ...]
     num_slots: int
+    hidden_size: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +54,35 @@ class _Slots:
 
 
 def make_trial(lora: Lora, shape: ModelShape) -> LoraTrial:
-    """A second backend like `lora.backend`, with adapters on every linear of the first layer."""
+    """A second backend like `lora.backend`, with adapters on all of the first layer, embedding and head."""
     layouts = site_layouts(shape)
     rng = np.random.default_rng(0)
     weights = [
-        lora.pack(_draw_adapter(rng, layouts, rank, dtype), shape) for rank, dtype in _ADAPTERS
+        lora.pack(_draw_adapter(rng, shape, layouts, rank, dtype), shape)
+        for rank, dtype in _ADAPTERS
     ]
-    return LoraTrial(lora.open_backend(_Slots(weights)), layouts, len(weights))
+    return LoraTrial(
+        lora.open_backend(_Slots(weights)),
+        layouts,
+        len(weights),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+    )
 
 
 def _draw_adapter(
-    rng: np.random.Generator, layouts: tuple[SiteLayout, ...], rank: int, dtype: FloatDType
+    rng: np.random.Generator,
+    shape: ModelShape,
+    layouts: tuple[SiteLayout, ...],
+    rank: int,
+    dtype: FloatDType,
 ) -> _Adapter:
     pairs = {}
+    for module in (EMBEDDING, HEAD):
+        num_outputs, num_inputs = shape.module_shape(module)
+        a = _draw(rng, f"{module}.A", dtype, rank, num_inputs)
+        b = _draw(rng, f"{module}.B", dtype, num_outputs, rank)
+        pairs[module] = LoraPair(a, b, rank, 2.0)
     for layout in layouts:
         for linear, _, width in layout.slices:
             a = _draw(rng, f"{linear}.A", dtype, rank, layout.num_inputs)

@@ -17,8 +17,22 @@ import torch
 from loraplex_kernels.cpu.lora import SITE_DTYPE, blocked_outputs
 from torch import Tensor
 
-from loraplex_engine.artifact import LoraPair, ModelShape, ModuleName, TensorView
-from loraplex_engine.lora.sites import SITES, SiteLayout, site_layouts
+from loraplex_engine.artifact import (
+    EMBEDDING,
+    HEAD,
+    LoraPair,
+    ModelShape,
+    ModuleName,
+    TensorView,
+)
+from loraplex_engine.lora.sites import (
+    SITES,
+    SiteLayout,
+    embedding_index,
+    head_index,
+    num_sites,
+    site_layouts,
+)
 
 _ALIGNMENT: Final = 64
 
@@ -52,9 +66,10 @@ class TorchSlice:
 
 @dataclass(frozen=True, slots=True)
 class TorchSite:
-    """One (layer, site): A of all slices stacked, so that x is multiplied once."""
+    """One site: A of all slices stacked, so that x is multiplied once."""
 
-    a_KR: Tensor  # fp32; a view of (R, K)
+    # fp32; a view of (R, K), but contiguous for the embedding, whose rows are looked up.
+    a_KR: Tensor
     scale_R: Tensor  # fp32
     slices: tuple[TorchSlice, ...]
 
@@ -63,7 +78,7 @@ class TorchSite:
 class TorchWeights:
     """An adapter in fp32; None at sites it does not touch."""
 
-    sites: tuple[TorchSite | None, ...]  # by layer * 4 + site
+    sites: tuple[TorchSite | None, ...]  # by site number, see `sites.py`
     size_bytes: int
 
 
@@ -78,6 +93,9 @@ def pack_torch(artifact: AdapterTensors, shape: ModelShape) -> TorchWeights:
         for layer in range(shape.num_layers)
         for layout in layouts
     ]
+    for module in (EMBEDDING, HEAD):
+        pair = artifact.pairs.get(module)
+        pairs.append([] if pair is None else [(pair, 0, pair.b.shape[0])])
     num_floats = sum(
         _padded(pair.rank) * (pair.a.shape[1] + width) for site in pairs for pair, _, width in site
     )
@@ -95,7 +113,14 @@ def pack_torch(artifact: AdapterTensors, shape: ModelShape) -> TorchWeights:
             sites.append(None)
             continue
         total = sum(_padded(pair.rank) for pair, _, _ in site)
-        a_RK = take(total, layouts[index % len(SITES)].num_inputs)
+        num_inputs = site[0][0].a.shape[1]
+        is_embedding = index == embedding_index(shape)
+        if is_embedding:
+            a_KR = take(num_inputs, total)
+            a_RK = a_KR.T
+        else:
+            a_RK = take(total, num_inputs)
+            a_KR = a_RK.T
         scale_R = torch.zeros(total)
         slices, rank_begin = [], 0
         for pair, begin, width in site:
@@ -108,7 +133,7 @@ def pack_torch(artifact: AdapterTensors, shape: ModelShape) -> TorchWeights:
                 TorchSlice(slice(rank_begin, rank_end), slice(begin, begin + width), b_RN)
             )
             rank_begin = rank_end
-        sites.append(TorchSite(a_RK.T, scale_R, tuple(slices)))
+        sites.append(TorchSite(a_KR, scale_R, tuple(slices)))
     return TorchWeights(tuple(sites), num_floats * 4)
 
 
@@ -135,7 +160,7 @@ def _site_pairs(
 class NativeWeights:
     """An adapter as lora.c reads it: bf16 if it was stored so, else fp32."""
 
-    sites: npt.NDArray[Any]  # SITE_DTYPE, by layer * 4 + site; points into `memory`
+    sites: npt.NDArray[Any]  # SITE_DTYPE, by site number; points into `memory`
     memory: npt.NDArray[np.uint8]
 
     @property
@@ -148,19 +173,28 @@ def pack_native(artifact: AdapterTensors, shape: ModelShape) -> NativeWeights:
     """Lay out all sites one after another, in the order a step reads them."""
     is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
     layouts = site_layouts(shape)
-    sites = np.zeros(shape.num_layers * len(SITES), dtype=SITE_DTYPE)
+    sites = np.zeros(num_sites(shape), dtype=SITE_DTYPE)
     sites["is_bf16"] = is_bf16
     arena = _Arena()
 
     def stored(tensor: TensorView) -> npt.NDArray[Any]:
         return tensor.bits() if is_bf16 else tensor.to_float32()
 
-    for index, site in enumerate(sites):
+    def pairs_of(index: int) -> list[LoraPair | None]:
+        if index == embedding_index(shape):
+            return [artifact.pairs.get(EMBEDDING)]
+        if index == head_index(shape):
+            return [artifact.pairs.get(HEAD)]
         layer, layout = index // len(SITES), layouts[index % len(SITES)]
-        pairs = [artifact.pairs.get(ModuleName(layer, linear)) for linear, _, _ in layout.slices]
+        return [artifact.pairs.get(ModuleName(layer, linear)) for linear, _, _ in layout.slices]
+
+    for index, site in enumerate(sites):
+        pairs = pairs_of(index)
         if not any(pairs):
             continue
-        site["a"] = arena.place(np.concatenate([stored(pair.a) for pair in pairs if pair]))
+        a_RK = np.concatenate([stored(pair.a) for pair in pairs if pair])
+        is_embedding = index == embedding_index(shape)
+        site["a"] = arena.place(np.ascontiguousarray(a_RK.T) if is_embedding else a_RK)
         for position, pair in enumerate(pairs):
             if pair is not None:
                 site["b"][position] = arena.place(blocked_outputs(stored(pair.b)))

@@ -96,6 +96,8 @@ class Decoder:
         config = self.config
         cos, sin = self._rotary.gather(position_T)
         hidden = self._embedding_VH.index_select(0, token_T).to(self.dtype)
+        if lora is not None and lora_batch is not None:
+            lora.add_embedding(hidden, token_T, lora_batch)
         rotated_heads = config.num_heads + config.num_kv_heads
         rotated_size = config.q_size + config.kv_size
         for index, layer in enumerate(self.layers):
@@ -123,14 +125,28 @@ class Decoder:
             hidden += y
         return hidden
 
-    def logits(self, hidden_TH: Tensor, row_R: Tensor) -> Tensor:
-        """Scores of the rows `row_R` only: (R, num_token_ids), model dtype."""
+    def logits(
+        self,
+        hidden_TH: Tensor,
+        row_R: Tensor,
+        *,
+        lora: LoraBackend | None = None,
+        lora_batch: LoraBatch | None = None,
+    ) -> Tensor:
+        """Scores of the rows `row_R` only: (R, num_token_ids), model dtype.
+
+        Args:
+            lora_batch: of these R rows; None: none of them has an adapter on lm_head.
+        """
         num_rows = row_R.numel()
         missing = -num_rows % ROW_MULTIPLE
         if missing:
             row_R = torch.cat((row_R, row_R[-1:].expand(missing)))
         x = rms_norm(hidden_TH.index_select(0, row_R), self._final_norm, self.config.rms_norm_eps)
-        return self.lm_head(x)[:num_rows]
+        logits_RV = self.lm_head(x)[:num_rows]
+        if lora is not None and lora_batch is not None:
+            lora.add_head(logits_RV, x[:num_rows], lora_batch)
+        return logits_RV
 
 
 def split_heads(x_TC: Tensor, num_heads: int) -> Tensor:

@@ -5,11 +5,12 @@
  *   - shrink, h[r] = scale * <a[r], x>: 16 partial sums by k mod 16, added up in one fixed tree, then
  *     the last K mod 16 products one by one;
  *   - expand, d[n] = sum over r, in order of r; y[n] = round(y[n] + d[n]), once.
+ * An embedding's x is a token id: its shrink is a row of A transposed, h = scale * a[id], no sum at all.
  * Products are fused with their additions by explicit FMA, never left to the compiler.
  *
  * Weights are bf16 or fp32 as stored, sums fp32. `a` is (rank of all slices, K), row-major; `b` of a
  * slice is in blocks of OUT_BLOCK outputs, (ceil(N / OUT_BLOCK), rank, OUT_BLOCK), zero-padded, so
- * that both are read front to back once per row tile.
+ * that both are read front to back once per row tile. An embedding's `a` is (vocabulary, rank).
  */
 #include <math.h>
 #include <stddef.h>
@@ -234,5 +235,50 @@ void lora_add(void *y, const void *x, int32_t x_is_bf16, int32_t num_inputs, int
         float *scratch = step->scratch + (size_t)thread_index() * (size_t)step->scratch_floats;
         run_task(y, x, x_is_bf16, (size_t)num_inputs, (size_t)num_outputs, slice_begin, site,
                  step->rows + task->begin, task->end - task->begin, scratch);
+    }
+}
+
+INLINE void embed_rows(void *y, const int64_t *token_ids, int y_is_bf16, size_t num_outputs,
+                       const lora_site *site, int is_bf16, const int32_t *rows, int num_rows,
+                       float *h) {
+    size_t rank = (size_t)site->rank[0], y_index[ROW_TILE];
+    for (int i = 0; i < num_rows; i++) {
+        size_t from = (size_t)token_ids[rows[i]] * rank;
+        for (size_t r = 0; r < rank; r++)
+            h[(size_t)i * rank + r] = site->scale[0] * load_weight(site->a, from + r, is_bf16);
+        y_index[i] = (size_t)rows[i] * num_outputs;
+    }
+    expand_rows(y, y_index, y_is_bf16, site->b[0], rank, num_outputs, is_bf16, num_rows, h, rank);
+}
+
+static void run_embed_task(void *y, const int64_t *token_ids, int y_is_bf16, size_t num_outputs,
+                           const lora_site *site, const int32_t *rows, int32_t num_rows,
+                           float *scratch) {
+    for (int32_t i = 0; i < num_rows;) {
+        int pair = num_rows - i >= 2;
+        if (site->is_bf16 && pair)
+            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 1, rows + i, 2, scratch);
+        else if (site->is_bf16)
+            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 1, rows + i, 1, scratch);
+        else if (pair)
+            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 0, rows + i, 2, scratch);
+        else
+            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 0, rows + i, 1, scratch);
+        i += pair ? 2 : 1;
+    }
+}
+
+/* Add the deltas of the embedding to y (rows, num_outputs), in place; token_ids has an id per row. */
+void lora_embed(void *y, const int64_t *token_ids, int32_t y_is_bf16, int32_t num_outputs,
+                int32_t site_index, const lora_step *step) {
+    #pragma omp parallel for schedule(dynamic, 1) num_threads(step->num_threads) \
+        if (step->num_tasks > 1 && step->num_threads > 1)
+    for (int32_t t = 0; t < step->num_tasks; t++) {
+        const lora_task *task = step->tasks + t;
+        const lora_site *site = step->sites[task->group] + site_index;
+        if (site->rank_total == 0) continue;
+        float *scratch = step->scratch + (size_t)thread_index() * (size_t)step->scratch_floats;
+        run_embed_task(y, token_ids, y_is_bf16, (size_t)num_outputs, site, step->rows + task->begin,
+                       task->end - task->begin, scratch);
     }
 }

@@ -138,7 +138,18 @@ class LoraKernel:
         Raises:
             NativeBuildError: not on this machine.
         """
-        self._add = load_library("lora", cache_dir).lora_add
+        library = load_library("lora", cache_dir)
+        self._embed = library.lora_embed
+        self._embed.restype = None
+        self._embed.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+        )
+        self._add = library.lora_add
         self._add.restype = None
         self._add.argtypes = (
             ctypes.c_void_p,
@@ -176,6 +187,32 @@ class LoraKernel:
             x_TK.shape[1],
             y_TN.shape[1],
             slices_address,
+            site_index,
+            step.address,
+        )
+
+    def embed(self, y_TN: Tensor, token_T: Tensor, site_index: int, step: LoraStep) -> None:
+        """y[row] += B (scale * A[:, token[row]]) in place, for every row of `step`.
+
+        Shapes: T rows, N outputs.
+        Args:
+            y_TN: (T, N) bf16 or fp32, contiguous.   token_T: (T,) int64, contiguous, below the vocabulary.
+            site_index: entry of the adapters' site tables; its `a` is (vocabulary, rank).
+        Raises:
+            ValueError: dtype or layout differ from the above.
+        """
+        dtype = y_TN.dtype
+        if not (dtype is torch.bfloat16 or dtype is torch.float32):
+            raise ValueError(f"y is {dtype}: it must be bf16 or fp32")
+        if token_T.dtype is not torch.int64 or len(token_T) != len(y_TN):
+            raise ValueError(f"token is {token_T.shape} {token_T.dtype}, y has {len(y_TN)} rows")
+        if not (y_TN.is_contiguous() and token_T.is_contiguous()):
+            raise ValueError("token and y must be contiguous")
+        self._embed(
+            y_TN.data_ptr(),
+            token_T.data_ptr(),
+            dtype is torch.bfloat16,
+            y_TN.shape[1],
             site_index,
             step.address,
         )
