@@ -8,18 +8,24 @@ it samples is a hash of that context, so a request's output can be known without
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from loraplex_engine.admission import ModelLimits
+from loraplex_engine.config import Admission
 from loraplex_engine.core import EngineCore
 from loraplex_engine.errors import RequestRejectedError
+from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.kv.block_pool import BlockPool
+from loraplex_engine.kv.hashing import BlockHasher
 from loraplex_engine.kv.manager import KvManager
-from loraplex_engine.policies import FcfsPolicy
+from loraplex_engine.kv.prefix_cache import PrefixCache
+from loraplex_engine.policies import FcfsPolicy, Policy
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs
 from loraplex_engine.scheduler import Scheduler, SchedulerLimits
+from loraplex_engine.speculative import Drafter
 from loraplex_engine.step import NewRow, Step, StepResult
 
 VOCAB_SIZE = 97
@@ -64,14 +70,17 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = True,
     logprobs: int | None = None,
+    tenant: str = "t",
+    weight: float = 1.0,
+    n: int = 1,
 ) -> Generate:
-    """A valid request; `adapter` is a name, sent as its digest."""
+    """A valid request; `adapter` is a name, sent as its digest; a tenant's salt follows from its name."""
     return Generate(
         request_id=request_id,
         attempt=attempt,
         lease_token=1,
-        tenant_id="t",
-        tenant_salt=b"salt",
+        tenant_id=tenant,
+        tenant_salt=f"salt of {tenant}".encode(),
         prompt_token_ids=[5, 6, 7] if prompt is None else prompt,
         sampling=SamplingParams(
             max_tokens=max_tokens,
@@ -79,9 +88,11 @@ def make_request(
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            n=n,
         ),
         adapter_digest=None if adapter is None else digest(adapter),
         priority=priority,
+        weight=weight,
         deadline_unix_s=deadline_unix_s,
     )
 
@@ -119,10 +130,10 @@ class FakeAdapterPool:
     def fail(self, name: str, error: RequestRejectedError) -> None:
         self.failures[digest(name)] = error
 
-    def prefetch(self, digest: str) -> None:
+    def prefetch(self, digest: str, tenant_id: str = "") -> None:
         self.wanted.add(digest)
 
-    def lease(self, digest: str) -> int | None:
+    def lease(self, digest: str, tenant_id: str = "") -> int | None:
         self.num_lease_calls += 1
         if digest in self.failures:
             raise self.failures[digest]
@@ -138,7 +149,7 @@ class FakeAdapterPool:
     def lacks_slot(self, digest: str) -> bool:
         return digest not in self.held_back
 
-    def release(self, digest: str) -> None:
+    def release(self, digest: str, tenant_id: str = "") -> None:
         assert self.leases.get(digest, 0) > 0, "released more often than leased"
         self.leases[digest] -= 1
         self.num_released += 1
@@ -205,6 +216,12 @@ class FakeRunner:
     def _forget_and_admit(self, step: Step) -> None:
         for row in step.freed_rows:
             del self.rows[row]
+        for source, target in step.block_copies:
+            for offset in range(self.block_size):
+                entry = self._cache.get(source * self.block_size + offset)
+                self._cache.pop(target * self.block_size + offset, None)
+                if entry is not None:
+                    self._cache[target * self.block_size + offset] = entry
         for new in step.new_rows:
             assert new.row not in self.rows, "a row was given away twice"
             assert new.row == min(set(range(self.max_num_seqs)) - set(self.rows)), "not the lowest"
@@ -237,10 +254,16 @@ class FakeRunner:
         assert (step.num_scheduled_B >= 1).all()
         rows = step.rows_B.tolist()
         assert len(set(rows)) == len(rows)
-        held = [block for row in self.rows.values() for block in row.block_ids]
-        assert len(set(held)) == len(held), "two rows hold one block"
+        held = Counter(block for row in self.rows.values() for block in row.block_ids)
         assert all(0 <= block < self.num_blocks for block in held)
+        for index, row_id in enumerate(rows):
+            row = self.rows[row_id]
+            first = int(step.num_computed_B[index])
+            last = first + int(step.num_scheduled_B[index]) - 1
+            for block in row.block_ids[first // self.block_size : last // self.block_size + 1]:
+                assert held[block] == 1, "a row writes into a block that another one holds"
         for row in self.rows.values():
+            assert len(set(row.block_ids)) == len(row.block_ids), "a row holds a block twice"
             if row.adapter is not None:
                 assert self.adapters.leases.get(row.adapter, 0) > 0, "a row without a lease"
                 assert self.adapters.slots[row.adapter_slot] == row.adapter, "evicted under a row"
@@ -251,20 +274,33 @@ class FakeRunner:
         for index, row_id in enumerate(step.rows_B.tolist()):
             row = self.rows[row_id]
             start, count = int(step.num_computed_B[index]), int(step.num_scheduled_B[index])
+            drafts = step.drafts.get(index, ())
+            row.unwritten.update(enumerate(drafts, row.num_tokens))
             for position in range(start, start + count):
                 token = row.unwritten.pop(position)
                 self._cache[self._place(row, position)] = (position, token, row.adapter)
-            assert bool(step.samples_B[index]) == (start + count == row.num_tokens)
+            is_caught_up = start + count == row.num_tokens + len(drafts)
+            assert bool(step.samples_B[index]) == is_caught_up
+            assert is_caught_up or not drafts
             finite.append(row.seed not in self.poisoned_seeds)
             if not step.samples_B[index]:
                 tokens.append(())
                 continue
-            token = next_token(self._read(row), row.adapter, row.seed)
-            row.unwritten[row.num_tokens] = token
-            row.num_tokens += 1
-            tokens.append((token if finite[-1] else -1,))
+            sampled: list[int] = []
+            for draft in (*drafts, None):
+                sampled.append(next_token(self._read(row), row.adapter, row.seed))
+                row.num_tokens += 1
+                if sampled[-1] != draft:
+                    break
+            if drafts and not finite[-1]:
+                row.num_tokens -= len(sampled)
+                row.unwritten[row.num_tokens - 1] = self._cache[self._place(row, row.num_tokens - 1)][1]
+                tokens.append(())
+                continue
+            row.unwritten[row.num_tokens - 1] = sampled[-1]
+            tokens.append(tuple(sampled) if finite[-1] else (-1,))
             if row.logprobs is not None and finite[-1]:
-                logprobs[index] = [TokenLogprobs(-float(token), [], [])]
+                logprobs[index] = [TokenLogprobs(-float(token), [], []) for token in sampled]
         return StepResult(
             step_id=step.step_id,
             tokens=tokens,
@@ -293,6 +329,8 @@ class FakeEngine:
     adapters: FakeAdapterPool
     pool: BlockPool
     clock: FakeClock
+    kv: KvManager
+    cache: PrefixCache  # without effect unless the engine was made with one
 
     def run(self, max_steps: int = 2_000) -> list[TokenEvent]:
         """Step until idle, checking invariants; all events in order."""
@@ -326,18 +364,40 @@ def make_engine(
     watermark_blocks: int = 0,
     max_model_len: int = 64,
     num_slots: int = 2,
+    policy: Policy | None = None,
+    admission: Admission = "optimistic",
+    max_partial_prefills: int | None = None,
+    waiting_served_ratio: float = 0.0,
+    max_steps_closed: int = 20,
+    has_prefix_cache: bool = False,
+    tenant_share: float | None = None,
+    public_prefixes: Sequence[Sequence[int]] = (),
+    publish: Callable[[BlockEvent], None] | None = None,
+    drafter: Drafter | None = None,
 ) -> FakeEngine:
-    """A small engine."""
+    """A small engine; first come, first served unless `policy` says otherwise."""
     adapters = FakeAdapterPool(num_slots=num_slots)
     pool = BlockPool(num_blocks)
+    hasher = BlockHasher(
+        model_fingerprint="fake",
+        kv_format="fake",
+        block_size=block_size,
+        public_prefixes=public_prefixes,
+    )
+    cache = PrefixCache(hasher, num_blocks, tenant_share=tenant_share, publish=publish)
+    kv = KvManager(pool, block_size, cache=cache if has_prefix_cache else None)
     limits = SchedulerLimits(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
         long_prefill_token_threshold=long_prefill_token_threshold,
         watermark_blocks=watermark_blocks,
+        max_partial_prefills=max_partial_prefills,
+        admission=admission,
+        waiting_served_ratio=waiting_served_ratio,
+        max_steps_closed=max_steps_closed,
     )
-    scheduler = Scheduler(limits, KvManager(pool, block_size), adapters, FcfsPolicy())
+    scheduler = Scheduler(limits, kv, adapters, policy or FcfsPolicy(), drafter)
     runner = FakeRunner(
         adapters=adapters,
         num_blocks=num_blocks,
@@ -357,7 +417,7 @@ def make_engine(
             max_model_len=max_model_len,
         ),
     )
-    return FakeEngine(core, scheduler, runner, adapters, pool, clock)
+    return FakeEngine(core, scheduler, runner, adapters, pool, clock, kv, cache)
 
 
 @dataclass

@@ -1,0 +1,359 @@
+"""Several choices of one request, on fakes: one prompt, one usage, an end for each and one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from loraplex_engine.errors import AdapterUnavailableError
+from loraplex_engine.protocol import Generate, TokenEvent, Usage
+
+from tests.support.choice_outcomes import Choices, collect_choices, single, solo_choices
+from tests.support.engine_fakes import FakeEngine, make_engine, make_request
+
+PROMPT = list(range(1, 11))  # two blocks of four, and two tokens
+
+
+def run(engine: FakeEngine, *requests: Generate) -> dict[str, Choices]:
+    for request in requests:
+        engine.core.add(request)
+    collected = collect_choices(engine.run())
+    engine.assert_idle()
+    return collected
+
+
+def said(choices: Choices) -> list[tuple[list[int], str]]:
+    return [(choices.tokens[index], choices.reasons[index]) for index in sorted(choices.tokens)]
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 10])
+def test_choices_differ_and_each_is_the_request_with_its_seed(
+    length: int, has_prefix_cache: bool
+) -> None:
+    """Fault 38: seed + i, and no two choices alike; whatever part of a block the prompt fills."""
+    engine = make_engine(has_prefix_cache=has_prefix_cache)
+    request = make_request(prompt=PROMPT[:length], n=4, seed=3, max_tokens=6)
+
+    choices = run(engine, request)["r0"]
+
+    assert said(choices) == solo_choices(request)
+    assert len({tuple(tokens) for tokens, _ in said(choices)}) == 4
+    alone = [run(engine, single(request, i, f"s{i}"))[f"s{i}"].tokens[0] for i in range(4)]
+    assert [tokens for tokens, _ in said(choices)] == alone
+
+
+def test_the_prompt_is_computed_and_counted_once() -> None:
+    engine = make_engine()
+
+    choices = run(engine, make_request(prompt=PROMPT, n=3, max_tokens=5))["r0"]
+
+    assert choices.usage == Usage(prompt_tokens=10, completion_tokens=15)
+    # Ten for the first, its last token anew for the other two; then four each.
+    assert sum(step.num_tokens for step in engine.runner.steps) == 10 + 2 + 3 * 4
+    stats = engine.core.stats()
+    assert stats.prompt_tokens_total == 10
+    assert stats.generation_tokens_total == 15
+    assert stats.requests_finished_total["length"] == 1
+
+
+def test_prompt_blocks_are_used_once_and_the_partial_one_is_copied() -> None:
+    engine = make_engine(num_blocks=10)
+    engine.core.add(make_request(prompt=PROMPT, n=4, max_tokens=3))
+    engine.core.step()
+    engine.core.step()
+
+    assert engine.core.stats().num_running == 4
+    assert engine.pool.num_free == 10 - (2 + 4)
+    copies = engine.runner.steps[-1].block_copies
+    assert len(copies) == 3
+    assert len({source for source, _ in copies}) == 1
+    assert len({target for _, target in copies}) == 3
+    engine.run()
+    engine.assert_idle()
+
+
+def test_a_seed_beyond_64_bits_wraps() -> None:
+    engine = make_engine()
+    request = make_request(seed=2**64 - 1, n=2)
+
+    assert said(run(engine, request)["r0"]) == solo_choices(request)
+
+
+def test_the_stream_goes_on_until_the_last_choice_ends() -> None:
+    """Fault 38: it does not end with the first child."""
+    engine = make_engine()
+    base = make_request(n=3, max_tokens=9)
+    stop = solo_choices(base)[1][0][2]
+    request = make_request(n=3, max_tokens=9, stop_token_ids=(stop,))
+    engine.core.add(request)
+
+    events = engine.run()
+
+    choices = collect_choices(events)["r0"]
+    assert said(choices) == solo_choices(request)
+    assert "stop" in choices.reasons.values()
+    ends = [event for event in events if event.finish_reason]
+    assert [event.usage is not None for event in ends] == [False, False, True]
+    assert choices.usage.completion_tokens == sum(len(t) for t in choices.tokens.values())
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_more_choices_than_rows_take_turns(has_prefix_cache: bool) -> None:
+    engine = make_engine(max_num_seqs=2, has_prefix_cache=has_prefix_cache)
+    request = make_request(prompt=PROMPT, n=7, max_tokens=5)
+
+    choices = run(engine, request)["r0"]
+
+    assert said(choices) == solo_choices(request)
+    assert choices.usage == Usage(prompt_tokens=10, completion_tokens=35)
+    assert engine.core.stats().prompt_tokens_total == 10
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_choices_outlive_preemption(has_prefix_cache: bool) -> None:
+    engine = make_engine(
+        num_blocks=9, max_num_seqs=3, max_model_len=36, has_prefix_cache=has_prefix_cache
+    )
+    request = make_request(prompt=PROMPT, n=3, max_tokens=16)
+
+    choices = run(engine, request)["r0"]
+
+    assert engine.core.stats().num_preemptions_total > 0
+    assert said(choices) == solo_choices(request)
+    assert choices.usage == Usage(prompt_tokens=10, completion_tokens=48)
+
+
+def test_choices_with_priorities_and_equal_ranks() -> None:
+    """Fault 38: a tie in the priority queue is no error."""
+    engine = make_engine(max_num_seqs=2)
+    requests = [make_request(f"r{i}", n=3, priority=i % 2, max_tokens=3) for i in range(4)]
+
+    collected = run(engine, *requests)
+
+    assert [said(collected[r.request_id]) for r in requests] == [solo_choices(r) for r in requests]
+
+
+def test_cached_tokens_count_once_for_all_choices() -> None:
+    engine = make_engine(has_prefix_cache=True)
+    run(engine, make_request("cold", PROMPT))
+
+    usage = run(engine, make_request("warm", PROMPT, n=3))["warm"].usage
+
+    assert usage == Usage(prompt_tokens=10, completion_tokens=12, cached_tokens=8)
+    assert engine.core.stats().prefix_cache_query_tokens_total == 20
+    assert engine.core.stats().prefix_cache_hit_tokens_total == 8
+
+
+def test_each_choice_holds_a_lease_and_gives_it_back() -> None:
+    engine = make_engine()
+    engine.core.add(make_request(prompt=PROMPT, n=3, adapter="a"))
+    engine.core.step()
+    engine.core.step()
+    assert engine.adapters.num_leases == 3
+
+    engine.run()
+
+    engine.assert_idle()
+    assert engine.adapters.num_leased == engine.adapters.num_released == 3
+
+
+# ------------------------------------------------------------------ aborts, errors, deadlines
+
+
+def queued(engine: FakeEngine) -> list[TokenEvent]:
+    engine.core.add(make_request("other", [50] * 3, max_tokens=40))
+    engine.core.add(make_request("other2", [51] * 3, max_tokens=40))
+    engine.core.add(make_request("other3", [52] * 3, max_tokens=40))
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=8))
+    return engine.core.step()
+
+
+def partial_prefill(engine: FakeEngine) -> list[TokenEvent]:
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=8))
+    return engine.core.step()
+
+
+def first_alone(engine: FakeEngine) -> list[TokenEvent]:
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=8))
+    return engine.core.step() + engine.core.step()
+
+
+def all_running(engine: FakeEngine) -> list[TokenEvent]:
+    return first_alone(engine) + engine.core.step() + engine.core.step()
+
+
+def with_adapter(engine: FakeEngine) -> list[TokenEvent]:
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=8, adapter="a"))
+    return [event for _ in range(4) for event in engine.core.step()]
+
+
+def adapter_loading(engine: FakeEngine) -> list[TokenEvent]:
+    engine.adapters.hold("a")
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=8, adapter="a"))
+    return engine.core.step()
+
+
+STATES = [queued, partial_prefill, first_alone, all_running, with_adapter, adapter_loading]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({}, "abort"),
+        ({"as_stop": True}, "stop"),
+        ({"is_platform_fault": True}, "error"),
+    ],
+    ids=["abort", "stop", "fault"],
+)
+@pytest.mark.parametrize("arrange", STATES)
+def test_a_whole_abort_ends_all_choices_with_one_event(
+    arrange: Callable[[FakeEngine], list[TokenEvent]],
+    how: dict[str, bool],
+    reason: str,
+    in_flight: bool,
+) -> None:
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=8, num_slots=1)
+    events = arrange(engine)
+    if in_flight:
+        engine.runner.in_flight_hook = lambda: engine.core.abort("r0", 0, **how)
+        if arrange is adapter_loading:
+            engine.core.add(make_request("other", [1], max_tokens=1))  # so that a step is launched
+    else:
+        engine.core.abort("r0", 0, **how)
+    engine.core.check()
+
+    events += engine.run()
+
+    choices = collect_choices(events)["r0"]
+    assert choices.terminal is not None
+    assert choices.terminal.finish_reason == reason
+    assert choices.usage.completion_tokens == sum(len(t) for t in choices.tokens.values())
+    assert engine.core.stats().requests_finished_total[reason] == 1
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("arrange", STATES)
+def test_stopping_one_choice_leaves_the_others(
+    arrange: Callable[[FakeEngine], list[TokenEvent]], index: int, in_flight: bool
+) -> None:
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=8, num_slots=1)
+    events = arrange(engine)
+
+    def stop() -> None:
+        engine.core.abort("r0", 0, as_stop=True, index=index)
+        engine.core.abort("r0", 0, as_stop=True, index=index)
+
+    if in_flight and arrange is not adapter_loading:
+        engine.runner.in_flight_hook = stop
+    else:
+        stop()
+    engine.core.check()
+    engine.adapters.finish_loading("a")
+    events += engine.run()
+
+    choices = collect_choices(events)["r0"]
+    adapter = "a" if arrange in (with_adapter, adapter_loading) else None
+    expected = solo_choices(make_request(prompt=PROMPT, n=3, max_tokens=8, adapter=adapter))
+    for other in {0, 1, 2} - {index}:
+        assert (choices.tokens[other], choices.reasons[other]) == expected[other]
+    assert choices.reasons[index] == "stop"
+    stopped = choices.tokens.get(index, [])
+    assert stopped == expected[index][0][: len(stopped)]
+    assert choices.usage == Usage(prompt_tokens=10, completion_tokens=16 + len(stopped))
+    engine.assert_idle()
+
+
+def test_stopping_the_choices_one_by_one_ends_the_request() -> None:
+    engine = make_engine()
+    events = all_running(engine)
+
+    for index in (1, 0, 2):
+        engine.core.abort("r0", 0, as_stop=True, index=index)
+        engine.core.check()
+    events += engine.core.drain_events()
+
+    choices = collect_choices(events)["r0"]
+    assert choices.reasons == {0: "stop", 1: "stop", 2: "stop"}
+    assert choices.terminal is not None
+    assert choices.terminal.index == 2
+    engine.assert_idle()
+
+
+def test_stopping_what_has_ended_or_never_was_is_a_no_op() -> None:
+    engine = make_engine()
+    events = all_running(engine)
+    engine.core.abort("r0", 0, as_stop=True, index=1)
+
+    for index in (1, 3, -1):
+        engine.core.abort("r0", 0, as_stop=True, index=index)
+
+    events += engine.run()
+    assert collect_choices(events)["r0"].reasons == {0: "length", 1: "stop", 2: "length"}
+
+
+@pytest.mark.parametrize("seed", [7, 8, 9])
+def test_a_choice_without_finite_logits_ends_them_all(seed: int) -> None:
+    engine = make_engine()
+    events = all_running(engine)
+    engine.runner.poisoned_seeds.add(seed)
+
+    events += engine.run()
+
+    choices = collect_choices(events)["r0"]
+    assert choices.terminal is not None
+    assert choices.terminal.error_code == "non_finite_logits"
+    assert choices.usage.completion_tokens == sum(len(t) for t in choices.tokens.values())
+    engine.assert_idle()
+
+
+def test_an_adapter_that_cannot_be_had_ends_all_choices() -> None:
+    engine = make_engine()
+    engine.adapters.fail("a", AdapterUnavailableError("gone"))
+
+    choices = run(engine, make_request(n=3, adapter="a"))["r0"]
+
+    assert choices.terminal is not None
+    assert choices.terminal.error_code == "adapter_unavailable"
+    assert choices.usage == Usage(prompt_tokens=0, completion_tokens=0)
+
+
+def test_a_deadline_ends_all_choices_that_still_wait() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.core.add(make_request("other", max_tokens=20))
+    engine.core.add(make_request(prompt=PROMPT, n=3, deadline_unix_s=1_001.0))
+    events = engine.core.step()
+    engine.clock.now_s = 1_002.0
+
+    events += engine.run()
+
+    terminal = collect_choices(events)["r0"].terminal
+    assert terminal is not None
+    assert terminal.error_code == "deadline_exceeded"
+    assert sum(event.request_id == "r0" for event in events) == 1
+
+
+def test_a_deadline_is_no_matter_once_one_choice_runs() -> None:
+    """The others wait for a row, but the client has its answer under way."""
+    engine = make_engine(max_num_seqs=1)
+    request = make_request(prompt=PROMPT, n=3, deadline_unix_s=1_001.0)
+    engine.core.add(request)
+    events = engine.core.step()
+    engine.clock.now_s = 1_002.0
+
+    events += engine.run()
+
+    assert said(collect_choices(events)["r0"]) == solo_choices(request)
+
+
+def test_live_usage_is_per_request() -> None:
+    engine = make_engine()
+    all_running(engine)
+
+    (usage,) = engine.core.live_usage().values()
+
+    assert usage.prompt_tokens == 10
+    assert usage.completion_tokens > 3
