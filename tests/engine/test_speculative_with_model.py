@@ -1,0 +1,346 @@
+"""Speculative = plain through core, runner and a tiny random model: the same tokens, the same log-probability bits.
+
+Each request runs alone without drafts, and in a crowd that is short of rows, blocks and budget with them:
+preempted, beside chunked prefills, on several adapters. An oracle that knows what plain decoding said
+proposes drafts and lies about one in five, so that blocks of drafts end in every way.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import torch
+from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.attention.setup import open_attention
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.kv.setup import open_prefix_cache
+from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.protocol import Generate, TokenEvent, TokenLogprobs
+from loraplex_engine.runner import build_runner, load_model
+from loraplex_engine.speculative import Ask, Proposer
+from loraplex_kernels.cpu.build import NativeBuildError
+
+from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
+from tests.support.engine_fakes import collect_outcomes, make_request
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+Output = tuple[list[int], list[TokenLogprobs], str | None]
+Backend = Literal["native", "torch"]
+
+VOCAB = TinyShape().vocab_size
+EOS = 2
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A model folder, a store with adapters, and what computes them."""
+
+    folder: Path
+    digests: tuple[str, ...]
+    backend: Backend
+    dtype: Literal["float32", "bfloat16"]
+    kernels: Path
+    opened: list[Lora]
+
+    def core(self, *, proposer: Proposer | None = None, **settings: Any) -> EngineCore:
+        config = EngineConfig(
+            model_dir=self.folder / "model",
+            base_model="tiny",
+            max_model_len=128,
+            num_threads=1,
+            dtype=self.dtype,
+            **settings,
+        )
+        model, sizes = load_model(config)
+        lora = open_lora(
+            store_url=f"file://{self.folder}/store",
+            shape=ModelShape.from_config_json(config.model_dir / "config.json"),
+            cache_dir=self.kernels,
+            max_loras=len(self.digests),
+            max_cpu_loras=len(self.digests),
+            backend=self.backend,
+        )
+        self.opened.append(lora)
+        attention = open_attention(
+            model.attention_shape,
+            num_blocks=sizes.num_blocks,
+            block_size=config.block_size,
+            cache_dir=self.kernels,
+            num_threads=torch.get_num_threads(),
+            backend=self.backend,
+        )
+        runner = build_runner(
+            config, model, sizes, attention=attention, lora=lora.backend, slots=lora.pool
+        )
+        return build_core(
+            config,
+            sizes,
+            runner,
+            lora.pool,
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            prefix_cache=open_prefix_cache(
+                config, sizes, model_fingerprint="tiny", kv_format="test", vocab_size=VOCAB
+            ),
+            proposer=proposer,
+        )
+
+
+@dataclass
+class Oracle:
+    """Knows what each request will say, by its key: its place in the order of arrival."""
+
+    truths: list[list[int]] = field(default_factory=list)  # prompt and output
+    draw: random.Random = field(default_factory=lambda: random.Random(8))
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        return [
+            [
+                (token_id + 1) % VOCAB if self.draw.random() < 0.2 else token_id
+                for token_id in self.truths[ask.key][len(ask.token_ids) :][: ask.max_drafts]
+            ]
+            for ask in asks
+        ]
+
+    def forget(self, key: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("stand")
+    (root / "model").mkdir()
+    write_tiny_model(root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def digests(folder: Path) -> tuple[str, ...]:
+    shape = ModelShape.from_config_json(folder / "model" / "config.json")
+    store = AdapterStore(f"file://{folder}/store")
+    made = []
+    for rank, linears in ((5, ALL_LINEARS), (16, ("q_proj", "down_proj"))):
+        source = folder / f"adapter-{rank}"
+        adapter = make_adapter(source, shape, rank=rank, linears=linears, size=0.3)
+        store.put(source, adapter.digest)
+        made.append(adapter.digest)
+    return tuple(made)
+
+
+STANDS = [
+    ("native", "float32"),
+    ("torch", "bfloat16"),
+    ("native", "bfloat16"),
+    ("torch", "float32"),
+]
+# Where what is tested lies above the arithmetic.
+on_two_stands = pytest.mark.parametrize("stand", STANDS[:2], ids="-".join, indirect=True)
+
+
+@pytest.fixture(params=STANDS, ids="-".join)
+def stand(
+    request: pytest.FixtureRequest, folder: Path, digests: tuple[str, ...]
+) -> Iterator[Stand]:
+    made = Stand(folder, digests, *request.param, native_cache_dir(request.config), [])
+    try:
+        made.core(num_blocks=8)
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+    yield made
+    for lora in made.opened:
+        lora.pool.close()
+
+
+def run(core: EngineCore, requests: list[Generate]) -> dict[str, Output]:
+    for request in requests:
+        core.add(request)
+    events: list[TokenEvent] = []
+    give_up_s = time.monotonic() + DEADLINE_S
+    while core.has_work():
+        assert time.monotonic() < give_up_s
+        events += core.step()
+        core.check()
+    logprobs: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
+    for event in events:
+        logprobs[event.request_id] += event.logprobs or []
+    outputs = {}
+    for name, outcome in collect_outcomes(events).items():
+        assert outcome.terminal is not None
+        outputs[name] = (outcome.token_ids, logprobs[name], outcome.terminal.finish_reason)
+    return outputs
+
+
+def sampled(request: Generate, **sampling: Any) -> Generate:
+    return msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, **sampling)
+    )
+
+
+def draw_requests(stand: Stand) -> list[Generate]:
+    """Everything that a position's token may depend on, for the base and both adapters."""
+    draw = random.Random(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "logprobs": 0},
+        {
+            "temperature": 0.8,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.7,
+            "logprobs": 3,
+        },
+        {
+            "temperature": 1.2,
+            "top_k": 50,
+            "min_p": 0.02,
+            "min_tokens": 9,
+            "stop_token_ids": tuple(range(0, VOCAB, 3)),
+            "bad_words_token_ids": ((7, 8), (9,)),
+            "ignore_eos": False,
+            "logprobs": 1,
+        },
+    ]
+    requests = []
+    for index in range(9):
+        prompt = [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 50))]
+        request = make_request(f"r{index}", prompt, seed=index)
+        requests.append(
+            msgspec.structs.replace(
+                sampled(request, max_tokens=draw.randrange(12, 25), **kinds[index % len(kinds)]),
+                adapter_digest=[None, *stand.digests][index % 3],
+            )
+        )
+    return requests
+
+
+def plain_outputs(stand: Stand, requests: list[Generate]) -> dict[str, Output]:
+    core = stand.core(speculative="off", num_blocks=64, prefix_cache=False)
+    outputs: dict[str, Output] = {}
+    for request in requests:
+        outputs |= run(core, [request])
+    assert core.stats().spec_draft_tokens_total == 0
+    return outputs
+
+
+def truths_of(requests: list[Generate], outputs: dict[str, Output]) -> list[list[int]]:
+    return [[*r.prompt_token_ids, *outputs[r.request_id][0]] for r in requests]
+
+
+def test_a_crowd_with_drafts_says_what_each_says_alone_without(stand: Stand) -> None:
+    requests = draw_requests(stand)
+    alone = plain_outputs(stand, requests)
+    # A stop token in the middle of what was said: blocks of drafts reach beyond it.
+    stopped = [
+        msgspec.structs.replace(
+            sampled(r, stop_token_ids=(alone[r.request_id][0][6],)), request_id=f"stop-{n}"
+        )
+        for n, r in enumerate(requests[:3])
+    ]
+    expected = alone | plain_outputs(stand, stopped)
+    assert {expected[r.request_id][2] for r in stopped} == {"stop"}
+    everyone = [*requests, *stopped]
+    truths = truths_of(
+        everyone, alone | {r.request_id: alone[f"r{n}"] for n, r in enumerate(stopped)}
+    )
+    tight = stand.core(
+        proposer=Oracle(truths),
+        speculative="ngram",
+        num_speculative_tokens=5,
+        block_size=8,
+        num_blocks=26,
+        max_num_seqs=5,
+        max_num_batched_tokens=26,
+        long_prefill_token_threshold=7,
+        kv_watermark=0.0,
+        prefix_cache=False,
+    )
+
+    crowd = run(tight, everyone)
+
+    stats = tight.stats()
+    assert stats.num_preemptions_total >= 2
+    assert (stats.max_adapters_in_step, stats.mixed_steps_total > 0) == (2, True)
+    assert stats.spec_accepted_tokens_total > 40
+    assert stats.spec_draft_tokens_total - stats.spec_accepted_tokens_total > 20
+    assert (stats.kv_blocks_free, stats.num_running) == (26, 0)
+    assert crowd == expected
+    generated = sum(len(tokens) for tokens, _, _ in expected.values())
+    assert stats.generation_tokens_total == generated
+
+
+@on_two_stands
+def test_what_drafts_filled_is_found_again_and_is_right(stand: Stand) -> None:
+    """Blocks that later requests find hold accepted tokens only: a conversation goes on as if computed."""
+    first = [
+        msgspec.structs.replace(
+            sampled(r, max_tokens=30, ignore_eos=True, min_tokens=30),
+            prompt_token_ids=r.prompt_token_ids[:20],
+        )
+        for r in draw_requests(stand)[:4]
+    ]
+    alone = plain_outputs(stand, first)
+    second = [
+        msgspec.structs.replace(
+            r,
+            request_id=f"again-{r.request_id}",
+            prompt_token_ids=[*r.prompt_token_ids, *alone[r.request_id][0]],
+        )
+        for r in first
+    ]
+    expected = alone | plain_outputs(stand, second)
+    truths = truths_of([*first, *second], expected)
+    core = stand.core(
+        proposer=Oracle(truths),
+        speculative="ngram",
+        num_speculative_tokens=6,
+        block_size=8,
+        num_blocks=128,
+    )
+
+    outputs = run(core, first)
+    accepted = core.stats().spec_accepted_tokens_total
+    assert 0 < accepted < core.stats().spec_draft_tokens_total
+    outputs |= run(core, second)
+
+    # All full blocks of the first answers, prompts included, but perhaps the last of each: one that an
+    # answer's last step filled with drafts is not kept.
+    full = sum((len(r.prompt_token_ids) - 1) // 8 * 8 for r in second)
+    assert full - 8 * len(second) <= core.stats().prefix_cache_hit_tokens_total <= full
+    assert core.stats().spec_accepted_tokens_total > accepted
+    assert outputs == expected
+
+
+@on_two_stands
+def test_prompt_lookup_finds_what_a_tiny_model_repeats(stand: Stand) -> None:
+    """The n-gram proposer itself, on texts that cycle; settings as a user gives them."""
+    draw = random.Random(2)
+    requests = []
+    for index in range(4):
+        cycle = [draw.randrange(3, VOCAB) for _ in range(3 + index)]
+        request = sampled(
+            make_request(f"r{index}", cycle * 4, seed=index),
+            temperature=[0.0, 0.4][index % 2],
+            max_tokens=30,
+            logprobs=1,
+        )
+        requests.append(
+            msgspec.structs.replace(request, adapter_digest=[None, *stand.digests][index % 3])
+        )
+    alone = plain_outputs(stand, requests)
+
+    for settings in ({"speculative": "ngram", "ngram_min": 1}, {"speculative": "auto"}):
+        core = stand.core(**settings, num_blocks=64)
+        assert run(core, requests) == alone
+        stats = core.stats()
+        if settings["speculative"] == "ngram":
+            assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
+            assert stats.steps_total < sum(len(tokens) for tokens, _, _ in alone.values())
