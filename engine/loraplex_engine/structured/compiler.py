@@ -40,7 +40,7 @@ from loraplex_engine.structured.errors import (
     GrammarUnavailableError,
 )
 from loraplex_engine.structured.matcher import Compilation, LlMatcher, Matcher
-from loraplex_engine.structured.worker_frames import Setup, TokenizerSpec
+from loraplex_engine.structured.worker_frames import Setup, TokenizerSpec, Verdict
 from loraplex_engine.structured.worker_process import WorkerProcess
 
 log = structlog.get_logger(__name__)
@@ -86,6 +86,24 @@ class GrammarSource(Protocol):
         ...
 
 
+class Worker(Protocol):
+    """Where grammars are tried; `worker_process.WorkerProcess`."""
+
+    num_starts: int
+
+    def try_grammar(self, grammar: Grammar) -> Verdict:
+        """Raises `GrammarTooComplexError`, `GrammarUnavailableError`."""
+        ...
+
+    def end(self) -> None:
+        """Fail what is being tried; any thread."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
 class NoGrammars:
     """`GrammarSource` of an engine whose model folder has no tokenizer."""
 
@@ -127,6 +145,7 @@ class GrammarCompiler:
     Args:
         spec: the tokenizer, opened here, which takes some 100 ms.
         clock: monotonic seconds, for `FAILURE_TTL_S`.
+        worker: None: a process of its own, started when it is first needed.
 
     Raises:
         ValueError: the tokenizer cannot be read.
@@ -138,6 +157,7 @@ class GrammarCompiler:
         limits: CompilerLimits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        worker: Worker | None = None,
     ) -> None:
         from loraplex_engine.structured.tokenizer import open_tokenizer
 
@@ -147,7 +167,7 @@ class GrammarCompiler:
         self._spec = spec
         self._clock = clock
         self._tokenizer = open_tokenizer(spec)
-        self._worker = WorkerProcess(
+        self._worker: Worker = worker or WorkerProcess(
             Setup(
                 tokenizer=spec,
                 cpu_limit_s=self.limits.cpu_limit_s,
@@ -162,8 +182,7 @@ class GrammarCompiler:
         self._queues: OrderedDict[str, deque[_Entry]] = OrderedDict()  # next tenant first
         self._size_bytes = 0
         self._tenant_bytes: dict[str, int] = {}
-        self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # started by the first request
 
     @property
     def size_bytes(self) -> int:
@@ -201,6 +220,11 @@ class GrammarCompiler:
             self._entries.move_to_end(key)
             self._queues.setdefault(tenant_id, queue).append(entry)
             self._changed.notify()
+            if self._thread is None and not self._is_closing:
+                self._thread = threading.Thread(
+                    target=self._run, name="grammar-compiler", daemon=True
+                )
+                self._thread.start()
         return entry
 
     def close(self) -> None:
@@ -209,7 +233,8 @@ class GrammarCompiler:
             self._is_closing = True
             self._changed.notify()
         self._worker.end()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._worker.close()
 
     # ------------------------------------------------------------------ the thread
@@ -251,7 +276,10 @@ class GrammarCompiler:
             raise
         except BaseException as error:  # a panic in Rust is no Exception
             raise GrammarFailedError(f"the grammar broke: {type(error).__name__}") from error
-        return LlMatcher(native, self._spec.vocab_size), max(_MIN_SIZE_BYTES, verdict.size_bytes)
+        template = LlMatcher(native, self._spec.vocab_size)
+        # The first mask builds most of what all others use: here, not in somebody's step.
+        template.warm_up()
+        return template, max(_MIN_SIZE_BYTES, verdict.size_bytes)
 
     def _settle(
         self,

@@ -29,7 +29,11 @@ from llguidance import LLTokenizer
 
 from loraplex_engine.lifetime import die_with_parent
 from loraplex_engine.protocol import Grammar
-from loraplex_engine.structured.errors import GrammarError, GrammarInvalidError
+from loraplex_engine.structured.errors import (
+    GrammarError,
+    GrammarInvalidError,
+    GrammarTooComplexError,
+)
 from loraplex_engine.structured.matcher import LlMatcher
 from loraplex_engine.structured.tokenizer import native_matcher, open_tokenizer
 from loraplex_engine.structured.worker_frames import HEADER, Setup, Trial, Verdict, frame
@@ -37,6 +41,7 @@ from loraplex_engine.structured.worker_frames import HEADER, Setup, Trial, Verdi
 _STACK_BYTES = 2 * 1024 * 1024  # a fourth of what the engine's threads have
 # A trial also follows the grammar for some tokens: what is built lazily is built, and counted, here.
 _NUM_WALK_TOKENS = 32
+_MASK_LIMIT_S = 0.05  # of CPU: everybody's step waits for a mask
 
 
 def read_frame(source: BinaryIO) -> bytes | None:
@@ -69,16 +74,19 @@ def try_grammar(tokenizer: LLTokenizer, grammar: Grammar, vocab_size: int) -> Ve
 def _walk(matcher: LlMatcher, vocab_size: int) -> None:
     """Only the first mask must allow something: a dead end further on is the model's to avoid or find."""
     choice = random.Random(0)  # noqa: S311 - any tokens will do, the same each time
-    mask = matcher.masks_for()[0]
+    mask = matcher.masks_for()[0]  # the engine takes this one off the step loop, so it may be slow
     for _ in range(_NUM_WALK_TOKENS):
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
         matcher.advance(int(choice.choice(allowed)))
         if matcher.is_complete:
             return
+        started_s = time.thread_time()
         try:
             mask = matcher.masks_for()[0]
         except GrammarError:
             return
+        if time.thread_time() - started_s > _MASK_LIMIT_S:
+            raise GrammarTooComplexError("a step of the grammar takes too much work")
 
 
 def _size_bytes() -> int:

@@ -91,6 +91,8 @@ class WorkerProcess:
                 # A panic's message quotes the grammar, which is nobody's to read in a log.
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
+                # Other arenas reserve address space ahead, which would soften the limit on memory.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
             if self._is_ending:
                 raise _GoneError("ending")
