@@ -68,6 +68,9 @@ class EngineConfig:
     max_lora_rank: int = 64
     store_url: str | None = None  # fsspec URL of the adapter store; None: base model only
     num_threads: int | None = None  # None: from the cgroup quota
+    grammar_cpu_limit_s: float = 2.0  # to compile one
+    grammar_memory_bytes: int = 512 * 1024**2  # to compile one
+    grammar_cache_bytes: int = 64 * 1024**2  # of compiled grammars kept; half of it at most a tenant's
     # Guess tokens from what was said before. auto: when measured to pay; ngram: always. The text is the same.
     speculative: Speculative = "auto"
     num_speculative_tokens: int = 7  # most guesses per row and step
@@ -98,6 +101,8 @@ class EngineConfig:
             "max_loras",
             "max_cpu_loras",
             "max_cpu_lora_bytes",
+            "grammar_memory_bytes",
+            "grammar_cache_bytes",
             "adapter_cache_bytes",
             "max_lora_rank",
             "num_speculative_tokens",
@@ -167,6 +172,10 @@ class EngineConfig:
         if not 0.0 <= self.waiting_served_ratio < float("inf"):
             raise ConfigError(
                 f"waiting_served_ratio is {self.waiting_served_ratio}: use 0 or more, such as 1.2"
+            )
+        if not 0.0 < self.grammar_cpu_limit_s <= 60.0:
+            raise ConfigError(
+                f"grammar_cpu_limit_s is {self.grammar_cpu_limit_s}: use seconds above 0, up to 60"
             )
         if not 0.0 <= self.kv_watermark <= 0.5:
             raise ConfigError(f"kv_watermark is {self.kv_watermark}: use a share between 0 and 0.5")

@@ -256,6 +256,29 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(guessing, "--ngram-min", "Shortest repetition to guess from.", type=int, default=2)
     flag(guessing, "--ngram-max", "Longest repetition looked for.", type=int, default=4)
 
+    grammars = parser.add_argument_group("structured output")
+    flag(
+        grammars,
+        "--grammar-cpu-limit-s",
+        "CPU seconds that compiling one grammar may take.",
+        type=float,
+        default=2.0,
+    )
+    flag(
+        grammars,
+        "--grammar-memory-bytes",
+        "Memory that compiling one may take.",
+        type=int,
+        default=512 * 1024**2,
+    )
+    flag(
+        grammars,
+        "--grammar-cache-bytes",
+        "Memory of compiled grammars kept; half of it at most is one tenant's.",
+        type=int,
+        default=64 * 1024**2,
+    )
+
     process = parser.add_argument_group("process")
     flag(process, "--metrics-host", "Bind of /live /ready /metrics.", default="127.0.0.1")
     flag(process, "--metrics-port", "Their port; 0 picks a free one.", type=int, default=0)
@@ -322,6 +345,9 @@ def read_options(
         max_lora_rank=values.max_lora_rank,
         store_url=values.store_url,
         num_threads=values.num_threads,
+        grammar_cpu_limit_s=values.grammar_cpu_limit_s,
+        grammar_memory_bytes=values.grammar_memory_bytes,
+        grammar_cache_bytes=values.grammar_cache_bytes,
         speculative=values.speculative,
         num_speculative_tokens=values.num_speculative_tokens,
         ngram_min=values.ngram_min,
