@@ -108,6 +108,18 @@ class EngineFailedError(PlatformError):
         return {"x-should-retry": "false"}
 
 
+class GrammarRefusedError(InvalidRequestError):
+    """The engine cannot follow the request's grammar to its end; nothing is billed."""
+
+    code = "grammar_invalid"
+
+
+class NoTokenAllowedError(InvalidRequestError):
+    """The request's own bans, filters and grammar left no token to choose; nothing is billed."""
+
+    code = "no_token_allowed"
+
+
 class DeadlineExceededError(UnavailableError):
     """The request took longer than a request may; nothing is billed."""
 

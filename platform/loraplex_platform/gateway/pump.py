@@ -43,6 +43,8 @@ from loraplex_platform.gateway.errors import (
     DeadlineExceededError,
     EngineFailedError,
     EngineLostMidwayError,
+    GrammarRefusedError,
+    NoTokenAllowedError,
 )
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
@@ -701,6 +703,23 @@ def _engine_error(event: TokenEvent) -> PlatformError:
             "The engine gave the request up; nothing is billed. Try again.",
             code=event.error_code,
             retry_after_s=RETRY_AFTER_S,
+        )
+    if event.error_code == "grammar_unavailable":
+        return UnavailableError(
+            "The engine cannot follow grammars right now; nothing is billed. Try again.",
+            code=event.error_code,
+            retry_after_s=RETRY_AFTER_S,
+        )
+    if event.error_code is not None and event.error_code.startswith("grammar_"):
+        return GrammarRefusedError(
+            f"The grammar of the answer ('response_format', 'structured_outputs' or 'tools')"
+            f" cannot be followed: {event.error_message}. Nothing is billed.",
+            code=event.error_code,
+        )
+    if event.error_code == "no_token_allowed":
+        return NoTokenAllowedError(
+            "No token is left to choose: 'allowed_token_ids', 'bad_words', 'min_tokens', 'logit_bias'"
+            " or a grammar rule all of them out; nothing is billed."
         )
     code = f" ({event.error_code})" if event.error_code else ""
     return EngineFailedError(f"The engine could not complete the request{code}; nothing is billed.")

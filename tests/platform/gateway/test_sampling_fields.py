@@ -155,60 +155,58 @@ async def test_bad_words_are_banned_with_and_without_a_space_as_text(stand: Stan
     assert (2,) not in sampling.bad_words_token_ids
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "says_"),
-    [
-        ({"n": 0}, "n", "n"),
-        ({"n": 17}, "n", "<= 16"),
-        ({"n": True}, "n", "int"),
-        ({"n": 1.5}, "n", "int"),
-        ({"presence_penalty": 2.01}, "presence_penalty", "<= 2"),
-        ({"frequency_penalty": "high"}, "frequency_penalty", "float"),
-        ({"repetition_penalty": 0}, "repetition_penalty", ">= 0.01"),
-        ({"min_p": 1.1}, "min_p", "<= 1"),
-        ({"min_p": -0.1}, "min_p", ">= 0"),
-        ({"top_k": -2}, "top_k", ">= -1"),
-        ({"min_tokens": -1}, "min_tokens", ">= 0"),
-        ({"min_tokens": 10}, "min_tokens", "at most 9, which is 'max_tokens'"),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
-        ({"logit_bias": {str(_VOCAB_SIZE): 1}}, "logit_bias", f"from 0 to {_VOCAB_SIZE - 1}"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": {"٣": 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": {" 3": 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": {"03": 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": {"word": 1}}, "logit_bias", "from 0"),
-        ({"logit_bias": [1]}, "logit_bias", "object"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "<= 1024"),
-        ({"stop_token_ids": [1, _VOCAB_SIZE]}, "stop_token_ids[1]", "from 0 to"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", ">= 0"),
-        ({"stop_token_ids": [2**63]}, "stop_token_ids", "<= 2147483647"),
-        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "<= 64"),
-        ({"stop_token_ids": list(range(3, 66))}, "stop_token_ids", "at most 62 ids"),
-        ({"allowed_token_ids": []}, "allowed_token_ids", ">= 1"),
-        ({"allowed_token_ids": [3, _VOCAB_SIZE]}, "allowed_token_ids[1]", "from 0 to"),
-        ({"bad_words": [""]}, "bad_words", ">= 1"),
-        ({"bad_words": ["x"] * 129}, "bad_words", "<= 128"),
-        ({"bad_words": ["x", "\u16a0" * 40]}, "bad_words[1]", "between 1 and 32 tokens"),
-        ({"bad_words": "x"}, "bad_words", "array"),
-        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output", "bool"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "<= 4"),
-        ({"stop": ""}, "stop", ">= 1"),
-        ({"top_p": 0}, "top_p", "> 0"),
-        ({"temperature": 2.5}, "temperature", "<= 2"),
-        ({"seed": 2**63}, "seed", "9223372036854775807"),
-    ],
-)
-async def test_a_bad_value_is_a_400_that_names_its_field(
-    stand: Stand, fields: dict[str, Any], param: str, says_: str
-) -> None:
-    error = await _refused(stand, **fields)
+_BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n", "n"),
+    ({"n": 17}, "n", "<= 16"),
+    ({"n": True}, "n", "int"),
+    ({"n": 1.5}, "n", "int"),
+    ({"presence_penalty": 2.01}, "presence_penalty", "<= 2"),
+    ({"frequency_penalty": "high"}, "frequency_penalty", "float"),
+    ({"repetition_penalty": 0}, "repetition_penalty", ">= 0.01"),
+    ({"min_p": 1.1}, "min_p", "<= 1"),
+    ({"min_p": -0.1}, "min_p", ">= 0"),
+    ({"top_k": -2}, "top_k", ">= -1"),
+    ({"min_tokens": -1}, "min_tokens", ">= 0"),
+    ({"min_tokens": 10}, "min_tokens", "at most 9, which is 'max_tokens'"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
+    ({"logit_bias": {str(_VOCAB_SIZE): 1}}, "logit_bias", f"from 0 to {_VOCAB_SIZE - 1}"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": {" 3": 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": {"03": 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": {"word": 1}}, "logit_bias", "from 0"),
+    ({"logit_bias": [1]}, "logit_bias", "object"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "<= 1024"),
+    ({"stop_token_ids": [1, _VOCAB_SIZE]}, "stop_token_ids[1]", "from 0 to"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", ">= 0"),
+    ({"stop_token_ids": [2**63]}, "stop_token_ids", "<= 2147483647"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids", "<= 64"),
+    ({"stop_token_ids": list(range(3, 66))}, "stop_token_ids", "at most 62 ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", ">= 1"),
+    ({"allowed_token_ids": [3, _VOCAB_SIZE]}, "allowed_token_ids[1]", "from 0 to"),
+    ({"bad_words": [""]}, "bad_words", ">= 1"),
+    ({"bad_words": ["x"] * 129}, "bad_words", "<= 128"),
+    ({"bad_words": ["x", "\u16a0" * 40]}, "bad_words[1]", "between 1 and 32 tokens"),
+    ({"bad_words": "x"}, "bad_words", "array"),
+    ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output", "bool"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "<= 4"),
+    ({"stop": ""}, "stop", ">= 1"),
+    ({"top_p": 0}, "top_p", "> 0"),
+    ({"temperature": 2.5}, "temperature", "<= 2"),
+    ({"seed": 2**63}, "seed", "9223372036854775807"),
+]
 
-    assert error["param"].startswith(param), error
-    assert error["param"].split("[")[0].split(".")[0] == param.split("[", maxsplit=1)[0]
-    assert says_ in error["message"]
-    assert param.split("[", maxsplit=1)[0] in error["message"]
-    assert len(error["message"]) < 400
+
+async def test_a_bad_value_is_a_400_that_names_its_field(stand: Stand) -> None:
+    for fields, param, expected in _BAD:
+        error = await _refused(stand, **fields)
+
+        assert error["param"].startswith(param), error
+        assert error["param"].split("[")[0].split(".")[0] == param.split("[")[0]
+        assert expected in error["message"]
+        assert param.split("[")[0] in error["message"]
+        assert len(error["message"]) < 400
 
 
 async def test_numbers_that_json_allows_but_no_double_holds_are_a_400(stand: Stand) -> None:
@@ -402,3 +400,49 @@ async def test_cached_tokens_are_shown_and_billed_at_their_own_price(stand: Stan
     assert (cold[0], warm[0]) == (0, 8)
     assert cold[1] == warm[1] > 8
     assert warm[2] < cold[2]
+
+
+async def test_a_request_that_rules_every_token_out_is_a_400_of_its_own_making(
+    stand: Stand,
+) -> None:
+    stand.engine.script = Script(error_after=0, error_code="no_token_allowed")
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stand.client.completions.create(model=BASE, prompt="x")
+
+    assert caught.value.code == "no_token_allowed"
+    _, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, entry.account) == ("fault", "absorbed")
+
+
+async def test_requests_without_a_seed_draw_differently(stand: Stand) -> None:
+    for _ in range(3):
+        await stand.client.completions.create(model=BASE, prompt="x", max_tokens=2)
+
+    seeds = {sent.sampling.seed for sent in stand.generated}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+async def test_a_prompt_that_ends_inside_a_character_leaks_nothing_of_itself(stand: Stand) -> None:
+    whole = [tiny_model.reference().token_to_id(c) for c in _byte_characters("a🙂b")]
+    stand.engine.script = Script(token_ids=[*whole[3:], 2])
+
+    stream = await stand.client.completions.create(
+        model=BASE, prompt=whole[:3], max_tokens=9, stream=True
+    )
+    text = "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+    # The rest of the character is no character by itself, here as in the tokenizer's own decode.
+    assert text == tiny_model.reference().decode(whole[3:]) == "\ufffd\ufffdb"
+
+
+async def test_an_unfinished_character_is_flushed_at_the_length_limit(stand: Stand) -> None:
+    ids = [tiny_model.reference().token_to_id(c) for c in _byte_characters("a🙂")][:-1]
+    stand.engine.script = Script(token_ids=ids)
+
+    for fields in ({"max_tokens": len(ids)}, {"max_tokens": 60}):
+        answer = await stand.client.completions.create(model=BASE, prompt="x", **fields)
+        assert answer.choices[0].text == "a\ufffd"
