@@ -6,6 +6,8 @@ is sampled: with rate a per draft, k drafts make 1 + a + ... + a^k = (1 - a^(k+1
 `auto` takes the drafts, likeliest first, that make the step's tokens per second highest by what steps were
 measured to cost, and none where that gains too little; so drafts end by themselves at the batch size where
 computing, not reading the weights, is what a step waits for.
+
+A rows that are asked for drafts, K places of a block, N drafts of all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from loraplex_engine.request import Request
 from loraplex_engine.speculative.acceptance import Acceptance
 from loraplex_engine.speculative.base import Ask, Proposer
-from loraplex_engine.speculative.costs import StepCosts
+from loraplex_engine.speculative.costs import Float64Array, Int64Array, StepCosts
 
 # Less is within the error of what was measured.
 _LEAST_GAIN = 1.02
@@ -73,9 +75,8 @@ class Drafter:
             for index, want in enumerate(wants)
             if not self._acceptance.is_paused(want.request.seq, want.request.num_output_tokens)
         ]
-        if not asked or not self._may_pay(
-            [wants[index] for index in asked], num_tokens, len(wants)
-        ):
+        rate_A = np.asarray([self._rate(wants[index].request) for index in asked])
+        if not asked or not self._may_pay(rate_A, num_tokens, len(wants)):
             return drafts
         proposed = self._proposer.propose(
             [
@@ -87,10 +88,15 @@ class Drafter:
                 for index in asked
             ]
         )
-        for index, ids in zip(asked, proposed, strict=True):
-            drafts[index] = self._usable(wants[index].request, tuple(ids))
-        lengths = self._lengths(wants, drafts, num_tokens, budget)
-        return [ids[:length] for ids, length in zip(drafts, lengths, strict=True)]
+        usable = [
+            self._usable(wants[index].request, tuple(ids))
+            for index, ids in zip(asked, proposed, strict=True)
+        ]
+        size_A = np.asarray([len(ids) for ids in usable])
+        lengths = self._lengths(rate_A, size_A, num_tokens, len(wants), budget)
+        for index, ids, length in zip(asked, usable, lengths, strict=True):
+            drafts[index] = ids[:length]
+        return drafts
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A block was verified; called before its tokens are appended to the request."""
@@ -130,45 +136,39 @@ class Drafter:
                 return ids[:place]
         return ids
 
-    def _may_pay(self, asked: Sequence[DraftWant], num_tokens: int, num_rows: int) -> bool:
+    def _may_pay(self, rate_A: Float64Array, num_tokens: int, num_rows: int) -> bool:
         """Whether drafts could gain anything at all; if not, nobody is asked for any."""
         if self._costs is None:
             return True
         if not self._costs.is_known(num_tokens):
             return False  # a plain step first: it is what all else is compared with
-        best = max(self._rate(want.request) for want in asked)
-        # As if every row were the best and all its drafts were there.
-        powers_K = best ** np.arange(1, self._max_drafts + 1)
-        gain_N = np.repeat(powers_K, len(asked))
-        return self._best_count(gain_N, num_tokens, num_rows) > 0
+        # As if all rows were like the best and had all drafts.
+        gain_K = rate_A.max() ** np.arange(1, self._max_drafts + 1)
+        return self._best_count(np.repeat(gain_K, len(rate_A)), num_tokens, num_rows) > 0
 
     def _lengths(
         self,
-        wants: Sequence[DraftWant],
-        drafts: Sequence[tuple[int, ...]],
+        rate_A: Float64Array,
+        size_A: Int64Array,
         num_tokens: int,
+        num_rows: int,
         budget: int,
     ) -> list[int]:
-        """How many of each row's drafts to compute."""
-        # One entry per draft: its row, and the probability that it brings a token.
-        row_N = np.repeat(np.arange(len(wants)), [len(ids) for ids in drafts])
-        gain_N = np.asarray(
-            [
-                rate**place
-                for rate, ids in zip(self._rates(wants), drafts, strict=True)
-                for place in range(1, len(ids) + 1)
-            ],
-            np.float64,
-        )
-        # Stable, and within a row gains fall: a row's drafts are taken from the first on.
+        """How many of its `size_A` drafts each of the rows that were asked computes."""
+        place_K = np.arange(1, self._max_drafts + 1)
+        # The probability that a draft brings a token. Within a row it falls, and the sort is stable: a
+        # row's drafts are taken from the first on.
+        gain_AK = rate_A[:, None] ** place_K
+        row_N, _ = (place_K <= size_A[:, None]).nonzero()
+        gain_N = gain_AK[place_K <= size_A[:, None]]
         order_N = np.argsort(-gain_N, kind="stable")[:budget]
         count = len(order_N)
         if self._costs is not None:
-            count = self._best_count(gain_N[order_N], num_tokens, len(wants))
-        lengths: list[int] = np.bincount(row_N[order_N[:count]], minlength=len(wants)).tolist()
+            count = self._best_count(gain_N[order_N], num_tokens, num_rows)
+        lengths: list[int] = np.bincount(row_N[order_N[:count]], minlength=len(rate_A)).tolist()
         return lengths
 
-    def _best_count(self, gain_N: np.ndarray, num_tokens: int, num_rows: int) -> int:
+    def _best_count(self, gain_N: Float64Array, num_tokens: int, num_rows: int) -> int:
         """How many of the drafts, best first, make tokens per second highest; 0: plain is as good."""
         assert self._costs is not None
         num_drafts_N = np.arange(len(gain_N) + 1)
@@ -177,9 +177,6 @@ class Drafter:
         speed_N = tokens_N / seconds_N
         best = int(speed_N.argmax())
         return best if speed_N[best] >= _LEAST_GAIN * speed_N[0] else 0
-
-    def _rates(self, wants: Sequence[DraftWant]) -> list[float]:
-        return [self._rate(want.request) for want in wants]
 
     def _rate(self, request: Request) -> float:
         return self._acceptance.rate(request.seq, request.num_output_tokens)

@@ -47,9 +47,10 @@ class NgramProposer:
         start = continuation_start(known, self._min_n, self._max_n)
         if start is None:
             return ()
-        drafts: list[int] = np.resize(
-            known[start : start + ask.max_drafts], ask.max_drafts
-        ).tolist()
+        drafts: list[int] = known[start : start + ask.max_drafts].tolist()
+        cycle = len(drafts)
+        while len(drafts) < ask.max_drafts:
+            drafts.append(drafts[-cycle])
         return drafts
 
 
@@ -57,17 +58,20 @@ def continuation_start(known: Int32Array, min_n: int, max_n: int) -> int | None:
     """Where the longest repeated suffix went on the last time; None: no suffix of `min_n` recurs."""
     if len(known) <= min_n:
         return None
-    # Ends of earlier occurrences of the last token, then of the last two tokens, and so on.
-    ends = np.flatnonzero(known[:-1] == known[-1])
-    length = min(1, ends.size)
-    while ends.size and length < max_n:
-        longer = ends[np.searchsorted(ends, length) :]
+    # Is an earlier occurrence of the last `min_n` tokens, by its end.
+    is_end = known[min_n - 1 : -1] == known[-1]
+    for back in range(1, min_n):
+        is_end &= known[min_n - 1 - back : -1 - back] == known[-1 - back]
+    ends = is_end.nonzero()[0] + (min_n - 1)
+    length = min_n
+    while ends.size > 1 and length < max_n:
+        longer = ends[ends >= length]
         longer = longer[known[longer - length] == known[-1 - length]]
         if not longer.size:
             break
         ends = longer
         length += 1
-    return int(ends[-1]) + 1 if length >= min_n else None
+    return int(ends[-1]) + 1 if ends.size else None
 
 
 class _History:
