@@ -98,12 +98,6 @@ def ensure_serving_role(settings: MigrationSettings) -> None:
         password = settings.serve_password.get_secret_value()
     with _owner_connection(settings) as connection, _locked(connection):
         driver = cast(psycopg.Connection, connection.connection.driver_connection)
-        found = driver.execute(_ROLE_FACTS, [settings.serve_role]).fetchone()
-        if found is not None and found[0]:
-            raise ServingRoleError(
-                f"The role {settings.serve_role} may do more than serve ({found[0]}): name another "
-                "one in LORAPLEX_SERVE_ROLE, or take that away."
-            )
         # Scrambled here: a statement may end up in the server's log.
         scrambled = None
         if password is not None:
@@ -111,20 +105,27 @@ def ensure_serving_role(settings: MigrationSettings) -> None:
                 password.encode(), settings.serve_role.encode(), b"scram-sha-256"
             ).decode()
         try:
-            if found is None:
-                driver.execute(sql.SQL("create role {} login").format(name))
-            driver.execute(sql.SQL("grant loraplex_app to {}").format(name))
-            driver.execute(
-                sql.SQL("alter role {} login password {}").format(name, sql.Literal(scrambled))
-            )
+            with driver.transaction():
+                found = driver.execute(_ROLE_FACTS, [settings.serve_role]).fetchone()
+                if found is not None and found[0]:
+                    raise ServingRoleError(
+                        f"The role {settings.serve_role} may do more than serve ({found[0]}): name "
+                        "another one in LORAPLEX_SERVE_ROLE, or take that away."
+                    )
+                if found is None:
+                    driver.execute(sql.SQL("create role {} login").format(name))
+                driver.execute(sql.SQL("grant loraplex_app to {}").format(name))
+                driver.execute(
+                    sql.SQL("alter role {} login password {}").format(name, sql.Literal(scrambled))
+                )
         except psycopg.errors.InsufficientPrivilege as error:
+            reason = error.diag.message_primary
             raise ServingRoleError(
-                f"The owner's login may not make the role {settings.serve_role} ({error.diag.message_primary})"
-                ". Let it (alter role ... createrole), or have an administrator make a login that is a "
-                "member of loraplex_app, and give that one to the serving processes: as their "
+                f"The owner's login may not make the role {settings.serve_role} ({reason}). Let it "
+                "(alter role ... createrole), or have an administrator make a login that is a member "
+                "of loraplex_app, and give that one to the serving processes: as their "
                 "LORAPLEX_DATABASE_URL, or to `loraplex up` as --serve-database-url."
             ) from error
-        driver.commit()
 
 
 # What a role could do beyond the runtime role's rights, or null. No row: there is no such role.
