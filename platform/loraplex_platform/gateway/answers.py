@@ -19,6 +19,7 @@ from loraplex_platform.gateway.openai_schemas import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatFinishReason,
     ChatLogprobs,
     ChunkChoice,
     Completion,
@@ -32,6 +33,8 @@ from loraplex_platform.gateway.openai_schemas import (
     encode_json,
 )
 from loraplex_platform.gateway.text_stream import ShownToken, TextPiece
+from loraplex_platform.gateway.tool_answers import ChoiceCalls
+from loraplex_platform.gateway.tools import ToolPlan
 
 # JSON has no infinity; no real log-probability is this small.
 _MIN_LOGPROB = -9999.0
@@ -65,12 +68,12 @@ class Answer(Protocol):
         """Once the first token is there."""
         ...
 
-    def frame(self, index: int, piece: TextPiece) -> bytes:
-        """Released text of a choice."""
+    def frame(self, index: int, piece: TextPiece) -> bytes | None:
+        """Released text of a choice; None: there is nothing to show of it yet."""
         ...
 
-    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
-        """The end of a choice."""
+    def end_frames(self, index: int, reason: FinishReasonText) -> Iterator[bytes]:
+        """What is left of a choice, and its end."""
         ...
 
     def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
@@ -83,30 +86,52 @@ class Answer(Protocol):
 
 
 class ChatAnswer:
-    """`chat.completion` and its chunks."""
+    """`chat.completion` and its chunks.
 
-    def __init__(self, head: AnswerHead, token_bytes: TokenBytes) -> None:
+    Args:
+        tools: what the text may hold calls of; None: it is content, whatever it says.
+    """
+
+    def __init__(
+        self, head: AnswerHead, token_bytes: TokenBytes, tools: ToolPlan | None = None
+    ) -> None:
         self._head = head
         self._token_bytes = token_bytes
+        # By choice; empty without tools.
+        self._calls: list[ChoiceCalls] = []
+        if tools is not None:
+            self._calls = [
+                ChoiceCalls(tools.parser(), f"{head.request_id.hex}{index:02x}")
+                for index in range(head.num_choices)
+            ]
 
     def first_frames(self) -> Iterator[bytes]:
         """The role, once for every choice."""
         for index in range(self._head.num_choices):
             yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
 
-    def frame(self, index: int, piece: TextPiece) -> bytes:
-        """A piece of content."""
+    def frame(self, index: int, piece: TextPiece) -> bytes | None:
+        """A piece of content, or of calls."""
+        delta = Delta(content=piece.text)
+        if self._calls:
+            pushed = self._calls[index].push(piece.text)
+            if pushed is None and not piece.tokens:
+                return None
+            delta = pushed or Delta()
         return self._chunk(
-            ChunkChoice(
-                index=index,
-                delta=Delta(content=piece.text),
-                logprobs=self._logprobs(piece.tokens),
-            )
+            ChunkChoice(index=index, delta=delta, logprobs=self._logprobs(piece.tokens))
         )
 
-    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
-        """A choice's terminal chunk."""
-        return self._chunk(ChunkChoice(index=index, delta=Delta(), finish_reason=reason))
+    def end_frames(self, index: int, reason: FinishReasonText) -> Iterator[bytes]:
+        """What the parser held back, and a choice's terminal chunk."""
+        shown: ChatFinishReason = reason
+        if self._calls:
+            calls = self._calls[index]
+            rest = calls.finish()
+            if rest is not None:
+                yield self._chunk(ChunkChoice(index=index, delta=rest))
+            shown = calls.reason(reason)
+        yield self._chunk(ChunkChoice(index=index, delta=Delta(), finish_reason=shown))
 
     def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
         """The usage chunk, which has no choices."""
@@ -115,15 +140,17 @@ class ChatAnswer:
 
     def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
         """The body of an answer that is not streamed."""
-        shown = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=choice.piece.text),
-                logprobs=self._logprobs(choice.piece.tokens),
-                finish_reason=choice.reason,
+        shown = []
+        for index, choice in enumerate(choices):
+            message = AssistantMessage(content=choice.piece.text)
+            reason: ChatFinishReason = choice.reason
+            if self._calls:
+                message = self._calls[index].whole(choice.piece.text)
+                reason = self._calls[index].reason(reason)
+            logprobs = self._logprobs(choice.piece.tokens)
+            shown.append(
+                ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason)
             )
-            for index, choice in enumerate(choices)
-        ]
         return encode_json(
             ChatCompletion(
                 id=f"chatcmpl-{self._head.request_id.hex}",
@@ -177,13 +204,13 @@ class CompletionAnswer:
         """Nothing: there is no role."""
         yield from ()
 
-    def frame(self, index: int, piece: TextPiece) -> bytes:
+    def frame(self, index: int, piece: TextPiece) -> bytes | None:
         """A piece of text."""
         return self._completion([self._choice(index, piece, None)], None)
 
-    def end_frame(self, index: int, reason: FinishReasonText) -> bytes:
+    def end_frames(self, index: int, reason: FinishReasonText) -> Iterator[bytes]:
         """A choice's terminal frame."""
-        return self._completion([self._choice(index, TextPiece(), reason)], None)
+        yield self._completion([self._choice(index, TextPiece(), reason)], None)
 
     def last_frames(self, usage: UsageReport) -> Iterator[bytes]:
         """The usage frame, which has no choices."""

@@ -11,10 +11,12 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request, Response
-from loraplex_engine.protocol import SamplingParams
+from loraplex_engine.protocol import Grammar, SamplingParams
 from starlette.requests import ClientDisconnect
 
 from loraplex_platform.errors import ModelNotFoundError
@@ -26,7 +28,9 @@ from loraplex_platform.gateway.answers import (
     CompletionAnswer,
     WholeChoice,
 )
+from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.context import Caller, Gateway, ThisGateway
+from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import (
     AbandonedError,
     ContextLengthError,
@@ -48,9 +52,10 @@ from loraplex_platform.gateway.pump import (
     Started,
 )
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
+from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.sampling import check_ids, sampling_params
-from loraplex_platform.gateway.templates import ChatMessage
 from loraplex_platform.gateway.tokenization import too_long
+from loraplex_platform.gateway.tools import ToolPlan, plan_tools
 from loraplex_platform.ids import format_id
 from loraplex_platform.tenancy.authentication import Authenticated
 
@@ -68,10 +73,13 @@ async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
     """Answer a conversation with the model or adapter deployment named in `model`."""
-    body, messages = await _parse(_parse_chat, await _read_body(request))
+    body, messages, structure = await _parse(_parse_chat, await _read_body(request))
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
-    prompt_ids = await gateway.tokenizer.encode_chat(messages, context_length)
+    tools = structure.tools
+    prompt_ids = await gateway.tokenizer.encode_chat(
+        messages, context_length, tools.shown if tools else ()
+    )
     _check_prompt(prompt_ids, context_length, "messages")
     left = context_length - len(prompt_ids)
     wanted = body.max_completion_tokens or body.max_tokens
@@ -83,6 +91,7 @@ async def create_chat_completion(
         "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
     )
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = await sampling_params(gateway.tokenizer, body, max_tokens, num_top_logprobs)
     job = _job(
         request,
         gateway,
@@ -91,13 +100,14 @@ async def create_chat_completion(
         endpoint="chat.completions",
         body=body,
         prompt_ids=prompt_ids,
-        sampling=await sampling_params(gateway.tokenizer, body, max_tokens, num_top_logprobs),
+        sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
+        own_stops=tools.stops if tools else (),
     )
     return await _run(
         request,
         gateway,
         job,
-        shape=ChatAnswer,
+        shape=partial(ChatAnswer, tools=tools),
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs,
     )
@@ -106,7 +116,7 @@ async def create_chat_completion(
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
     """Continue a raw prompt, given as text or as token ids."""
-    body = await _parse(parse_completion, await _read_body(request))
+    body, grammar = await _parse(_parse_completion, await _read_body(request))
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
     if isinstance(body.prompt, str):
@@ -120,6 +130,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         _DEFAULT_COMPLETION_TOKENS, context_length - len(prompt_ids)
     )
     _check_max_tokens(max_tokens, len(prompt_ids), context_length, "max_tokens")
+    sampling = await sampling_params(gateway.tokenizer, body, max_tokens, body.logprobs)
     job = _job(
         request,
         gateway,
@@ -128,7 +139,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         endpoint="completions",
         body=body,
         prompt_ids=prompt_ids,
-        sampling=await sampling_params(gateway.tokenizer, body, max_tokens, body.logprobs),
+        sampling=msgspec.structs.replace(sampling, grammar=grammar),
     )
     return await _run(
         request,
@@ -160,9 +171,25 @@ async def _parse(parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
     return await asyncio.to_thread(parse, body)
 
 
-def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """What a chat answer must be."""
+
+    tools: ToolPlan | None
+    grammar: Grammar | None
+
+
+def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage], _Structure]:
     request = parse_chat(body)
-    return request, chat_messages(request.messages)
+    messages = chat_messages(request.messages)
+    output = output_grammar(request.response_format, request.structured_outputs)
+    tools = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, output)
+    return request, messages, _Structure(tools, output if tools is None else tools.grammar)
+
+
+def _parse_completion(body: bytes) -> tuple[CompletionRequest, Grammar | None]:
+    request = parse_completion(body)
+    return request, output_grammar(None, request.structured_outputs)
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:
@@ -213,6 +240,7 @@ def _job(
     body: ChatRequest | CompletionRequest,
     prompt_ids: list[int],
     sampling: SamplingParams,
+    own_stops: tuple[str, ...] = (),
 ) -> Job:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Job(
@@ -225,7 +253,7 @@ def _job(
         is_stream=bool(body.stream),
         prompt_ids=prompt_ids,
         sampling=sampling,
-        stops=stops,
+        stops=(*stops, *own_stops),
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
@@ -257,7 +285,7 @@ async def _run(
     gateway: Gateway,
     job: Job,
     *,
-    shape: type[ChatAnswer] | type[CompletionAnswer],
+    shape: Callable[[AnswerHead, TokenBytes], Answer],
     includes_usage: bool,
     num_top_logprobs: int | None,
 ) -> Response:
@@ -353,9 +381,12 @@ async def _chunks(
                 yield frame(json)
         match event:
             case ChoicePiece():
-                yield frame(answer.frame(event.index, event.piece))
+                shown = answer.frame(event.index, event.piece)
+                if shown is not None:
+                    yield frame(shown)
             case ChoiceEnded():
-                yield frame(answer.end_frame(event.index, event.reason))
+                for json in answer.end_frames(event.index, event.reason):
+                    yield frame(json)
             case Finished():
                 for json in answer.last_frames(event.usage):
                     yield frame(json)

@@ -18,6 +18,16 @@ from loraplex_engine.protocol import (
 )
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from loraplex_platform.gateway.structured_schemas import (
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    CalledTool,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+)
+
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_COMPLETION_LOGPROBS = 5
@@ -95,7 +105,8 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: str | None = None  # of role "tool": the call that this is the result of
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
@@ -122,6 +133,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: _BadWords | None = None
     allowed_token_ids: _AllowedTokenIds | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -131,6 +143,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -178,6 +194,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
 
 
 FinishReasonText = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(Struct, frozen=True):
@@ -213,11 +230,27 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
+class FunctionCall(Struct, frozen=True, kw_only=True):
+    """`arguments`: JSON, as the model wrote it; cut off where the answer is."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A call that the model wants made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The answer. `content` is null where it is nothing but calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
 
 
@@ -227,7 +260,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int = 0
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonText
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -242,11 +275,28 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
 
 
+class FunctionCallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The name comes once, then only arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a chunk adds to call number `index`; `id` and `type` come with the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct, frozen=True, kw_only=True):
@@ -255,7 +305,7 @@ class ChunkChoice(Struct, frozen=True, kw_only=True):
     index: int = 0
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReasonText | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatCompletionChunk(Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage
 from loraplex_platform.gateway.errors import (
     InvalidValueError,
     MalformedJsonError,
@@ -21,7 +22,6 @@ from loraplex_platform.gateway.errors import (
     UnsupportedParameterError,
 )
 from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest, Message
-from loraplex_platform.gateway.templates import ChatMessage
 
 _Rules = Mapping[str, Callable[[Any], bool]]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
@@ -47,10 +47,6 @@ def _is_text_map(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _never(_: object) -> bool:
     return False
 
@@ -65,18 +61,14 @@ _NEUTRAL_IN_CHAT: Final[_Rules] = {
     "metadata": _is_text_map,
     "modalities": _one_of(["text"]),
     "moderation": _never,
-    "parallel_tool_calls": _is_flag,  # there are no tools that could be called
     "prediction": _never,
     "prompt_cache_key": _is_text,
     "prompt_cache_options": _never,
     "prompt_cache_retention": _one_of("in_memory"),
     "reasoning_effort": _one_of("none"),
-    "response_format": _one_of({"type": "text"}),
     "safety_identifier": _is_text,
     "service_tier": _one_of("auto", "default"),
     "store": _one_of(False),
-    "tool_choice": _one_of("none", "auto"),
-    "tools": _is_empty,
     "verbosity": _one_of("medium"),
     "web_search_options": _never,
 }
@@ -91,6 +83,7 @@ _ROLES: Final = {
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
+    "tool": "tool",
 }
 
 
@@ -120,7 +113,9 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """The turns as the template takes them; raises an `InvalidRequestError` naming the field."""
-    return [_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    turns = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    _check_results(turns)
+    return turns
 
 
 def _parse(body: bytes, kind: type[RequestT], neutral: _Rules) -> RequestT:
@@ -195,7 +190,7 @@ def _parse_prompt(prompt: object) -> str | list[int]:
 def _chat_message(message: Message, path: str) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
-        if message.role in ("tool", "function"):
+        if message.role == "function":
             raise UnsupportedParameterError(
                 f"'{path}.role': '{message.role}' is not supported yet.", param=f"{path}.role"
             )
@@ -203,12 +198,38 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
             f"Invalid value for '{path}.role': expected one of {', '.join(_ROLES)}.",
             param=f"{path}.role",
         )
-    for name in ("tool_calls", "function_call", "audio", "refusal", "annotations"):
+    for name in ("function_call", "audio", "refusal", "annotations"):
         if getattr(message, name):
             raise UnsupportedParameterError(
                 f"'{path}.{name}' is not supported yet; leave it out.", param=f"{path}.{name}"
             )
-    return ChatMessage(role, _content_text(message, f"{path}.content"))
+    for name, its_role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and role != its_role:
+            raise InvalidValueError(
+                f"'{path}.{name}' is only for messages with the role '{its_role}'.",
+                param=f"{path}.{name}",
+            )
+    if role == "tool" and not message.tool_call_id:
+        name = f"{path}.tool_call_id"
+        raise MissingParameterError(f"Missing required parameter: '{name}'.", param=name)
+    calls = tuple(
+        CalledFunction(call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    # A turn of nothing but calls has no content.
+    is_silent = bool(calls) and message.content is None
+    content = "" if is_silent else _content_text(message, f"{path}.content")
+    return ChatMessage(role, content, calls, message.tool_call_id if role == "tool" else None)
+
+
+def _check_results(turns: list[ChatMessage]) -> None:
+    """A result answers a call that was made before it."""
+    called: set[str] = set()
+    for i, turn in enumerate(turns):
+        called.update(call.id for call in turn.calls)
+        if turn.call_id is not None and turn.call_id not in called:
+            name = f"messages[{i}].tool_call_id"
+            raise InvalidValueError(f"'{name}' is no call of a message before it.", param=name)
 
 
 def _content_text(message: Message, path: str) -> str:

@@ -14,32 +14,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.errors import ChatTemplateError
+from loraplex_platform.gateway.tool_parser import START
+from loraplex_platform.gateway.tool_prompt import fold
 
 # Characters that no text means anything with; the caller's own are dropped.
 MARK_START = "\ue0f0"
 MARK_END = "\ue0f1"
 
 _MAX_REASON_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn, as the template sees it."""
-
-    role: str
-    content: str
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -65,9 +60,18 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML; prompts are not HTML.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+# The marks stay as they are: escaped, they would no longer mark.
+_NOT_ASCII = re.compile(f"[^\x00-\x7f{MARK_START}{MARK_END}]")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
 
 
 def _now(pattern: str) -> str:
@@ -96,21 +100,29 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
+        # Another format than ours would not be read: then the model is told of ours in plain messages.
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self._knows_tools = "tools" in names and START in source
         self._special_tokens = special_tokens
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt that asks for the next assistant turn; marked as the header says.
+
+        Tools, calls and results go to a template that knows our format of them; for any other they
+        become plain messages (`tool_prompt.py`).
 
         Raises:
             ChatTemplateError: the template refuses these messages (roles must alternate, ...).
         """
-        plain = [{"role": m.role, "content": self._mark(m.content)} for m in messages]
+        if not self._knows_tools:
+            messages, tools = fold(messages, tools), ()
+        plain = [self._plain(message) for message in messages]
         try:
             return self._template.render(
                 messages=plain,
-                tools=None,
+                tools=self._marked(list(tools)) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
@@ -118,6 +130,25 @@ class ChatTemplate:
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = str(error).replace(MARK_START, "").replace(MARK_END, "")
             raise ChatTemplateError(reason[:_MAX_REASON_CHARS]) from error
+
+    def _plain(self, message: ChatMessage) -> dict[str, Any]:
+        """As templates take a turn; what it does not have is absent, not empty."""
+        plain: dict[str, Any] = {"role": message.role, "content": self._mark(message.content)}
+        if message.calls:
+            plain["tool_calls"] = [self._marked(call.plain()) for call in message.calls]
+        if message.call_id is not None:
+            plain["tool_call_id"] = self._mark(message.call_id)
+        return plain
+
+    def _marked(self, value: Any) -> Any:  # noqa: ANN401 - JSON
+        """`value` with every text in it marked."""
+        if isinstance(value, str):
+            return self._mark(value)
+        if isinstance(value, list):
+            return [self._marked(one) for one in value]
+        if isinstance(value, dict):
+            return {self._mark(key): self._marked(one) for key, one in value.items()}
+        return value
 
     def _mark(self, text: str) -> str:
         text = text.replace(MARK_START, "").replace(MARK_END, "")

@@ -20,9 +20,10 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import ContextLengthError, UnsupportedParameterError
-from loraplex_platform.gateway.templates import ChatMessage, ChatTemplate, split_marked
+from loraplex_platform.gateway.templates import ChatTemplate, split_marked
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -121,7 +122,12 @@ class BaseTokenizer:
         """Whether the model takes chat messages."""
         return self._template is not None
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], context_length: int) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        context_length: int,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Render and encode, in a thread.
 
         Raises:
@@ -130,9 +136,11 @@ class BaseTokenizer:
             UnsupportedParameterError: the model has no chat template.
         """
         self._check_bytes([m.content for m in messages], context_length, "messages")
+        if tools:
+            self._check_bytes([json.dumps(tools, ensure_ascii=False)], context_length, "tools")
         if len(messages) > context_length:
             raise too_long(len(messages), context_length, "messages", at_least=True)
-        return await self._in_thread(self.encode_chat_now, messages)
+        return await self._in_thread(self.encode_chat_now, messages, tools)
 
     async def encode_prompt(self, prompt: str, context_length: int) -> list[int]:
         """Encode a raw prompt, in a thread; raises `ContextLengthError` as `encode_chat` does."""
@@ -144,14 +152,16 @@ class BaseTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_plain_now, texts)
 
-    def encode_chat_now(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat_now(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Render and encode, here and now; raises as `encode_chat` does."""
         if self._template is None:
             raise UnsupportedParameterError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         ids: list[int] = []
-        for piece, is_plain in split_marked(self._template.render(messages)):
+        for piece, is_plain in split_marked(self._template.render(messages, tools)):
             tokenizer = self._plain_tokenizer if is_plain else self._tokenizer
             ids += _encode(tokenizer, piece, add_special_tokens=False)
         return ids
@@ -170,9 +180,9 @@ class BaseTokenizer:
         if at_least > context_length:
             raise too_long(at_least, context_length, param, at_least=True)
 
-    async def _in_thread(self, function: Any, argument: Any) -> list[int]:  # noqa: ANN401
+    async def _in_thread(self, function: Any, *arguments: Any) -> list[int]:  # noqa: ANN401
         loop = asyncio.get_running_loop()
-        return cast("list[int]", await loop.run_in_executor(self._threads, function, argument))
+        return cast("list[int]", await loop.run_in_executor(self._threads, function, *arguments))
 
 
 def too_long(

@@ -22,8 +22,8 @@ from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, Usage
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import EngineUnavailableError, PlatformError, UnavailableError
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import Detokenizer
-from loraplex_platform.gateway.templates import ChatMessage
 from loraplex_platform.gateway.tokenization import BaseTokenizer
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service as metering

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import Detokenizer
 from loraplex_platform.gateway.errors import ChatTemplateError, UnsupportedParameterError
-from loraplex_platform.gateway.templates import ChatMessage, ChatTemplate
+from loraplex_platform.gateway.templates import ChatTemplate
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
