@@ -42,9 +42,12 @@ class FakeSlots:
 class FakeBackend:
     """Records what it is offered; adds 1 to every output of rows with an adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adapts_head: bool = False) -> None:
         self.prepared: list[tuple[list[int], int]] = []
         self.added: list[tuple[int, LoraSite, int, int]] = []
+        self.embedded: list[list[int]] = []
+        self.heads: list[list[int]] = []  # slots
+        self._adapts_head = adapts_head
 
     def prepare(self, slot_T: Int32Array, pool_version: int) -> Int32Array | None:
         self.prepared.append((slot_T.tolist(), pool_version))
@@ -59,6 +62,19 @@ class FakeBackend:
         self.added.append((layer, site, x_TK.shape[1], y_TN.shape[1]))
         y_TN[torch.from_numpy(batch >= 0)] += 1
 
+    def add_embedding(self, y_TH: torch.Tensor, token_T: torch.Tensor, batch: Int32Array) -> None:
+        assert len(batch) == len(y_TH) == len(token_T)
+        self.embedded.append(token_T.tolist())
+
+    def adapts_head(self, batch: Int32Array) -> bool:
+        return self._adapts_head
+
+    def add_head(self, y_RV: torch.Tensor, x_RH: torch.Tensor, batch: Int32Array) -> None:
+        assert y_RV.is_contiguous()
+        assert x_RH.is_contiguous()
+        assert len(batch) == len(y_RV) == len(x_RH)
+        self.heads.append(batch.tolist())
+
 
 def test_the_backend_is_offered_every_site_of_every_layer_with_padded_slots(model: Decoder) -> None:
     backend = FakeBackend()
@@ -70,6 +86,19 @@ def test_the_backend_is_offered_every_site_of_every_layer_with_padded_slots(mode
     assert backend.prepared == [([2, 2, 2, -1, -1, -1, -1, -1], 7)]
     sites = [("qkv", 48, 80), ("o", 48, 48), ("gate_up", 48, 200), ("down", 100, 48)]
     assert backend.added == [(layer, *site) for layer in range(3) for site in sites]
+    assert backend.embedded == [[5, 6, 7, 9, 9, 0, 0, 0]]
+    assert backend.heads == []
+
+
+def test_the_head_is_offered_each_sampled_position_with_its_row_s_slot(model: Decoder) -> None:
+    backend = FakeBackend(adapts_head=True)
+    driver = StepDriver(new_runner(model, lora=backend, slots=FakeSlots()))
+    adapted, base, unfinished = driven([5, 6, 7], adapter_slot=2), driven([9, 9]), driven([4, 4])
+
+    driver.step([(adapted, 3), (unfinished, 1), (base, 2)])
+    driver.step([(adapted, 1), (unfinished, 1), (base, 1)], drafts={0: (8, 8), 2: (3,)})
+
+    assert backend.heads == [[2, -1], [2, 2, 2, -1, -1, -1]]
 
 
 def test_a_step_of_base_rows_never_calls_the_backend(model: Decoder) -> None:
