@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from loraplex_engine.artifact import AdapterStore, ModelShape
@@ -23,9 +24,11 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
-from loraplex_engine.protocol import Generate, TokenEvent, TokenLogprobs
+from loraplex_engine.protocol import Generate, Grammar, TokenEvent, TokenLogprobs
 from loraplex_engine.runner import build_runner, load_model
 from loraplex_engine.speculative import Ask, Proposer
+from loraplex_engine.step import UInt32Array
+from loraplex_engine.structured.compiler import GrammarSource
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
@@ -51,7 +54,13 @@ class Stand:
     kernels: Path
     opened: list[Lora]
 
-    def core(self, *, proposer: Proposer | None = None, **settings: Any) -> EngineCore:
+    def core(
+        self,
+        *,
+        proposer: Proposer | None = None,
+        grammars: GrammarSource | None = None,
+        **settings: Any,
+    ) -> EngineCore:
         config = EngineConfig(
             model_dir=self.folder / "model",
             base_model="tiny",
@@ -92,7 +101,57 @@ class Stand:
                 config, sizes, model_fingerprint="tiny", kv_format="test", vocab_size=VOCAB
             ),
             proposer=proposer,
+            grammars=grammars,
         )
+
+
+@dataclass
+class Turning:
+    """A grammar without a text: what it allows turns with each token, and some tokens complete it."""
+
+    consumed: list[int] = field(default_factory=list)
+
+    is_done, error = True, None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.consumed) > 4 and self.consumed[-1] % 8 == 0
+
+    def request(self, grammar: Grammar, tenant_id: str) -> Turning:
+        return self
+
+    def matcher(self) -> Turning:
+        return Turning()
+
+    def fork(self) -> Turning:
+        return Turning(list(self.consumed))
+
+    def advance(self, token_id: int) -> None:
+        assert not self.is_complete
+        assert self._is_allowed(token_id), "sampled against the mask"
+        self.consumed.append(token_id)
+
+    def validate_drafts(self, drafts: Sequence[int]) -> int:
+        ahead = self.fork()
+        for count, token_id in enumerate(drafts):
+            if ahead.is_complete or not ahead._is_allowed(token_id):
+                return count
+            ahead.consumed.append(token_id)
+        return len(drafts)
+
+    def masks_for(self, drafts: Sequence[int] = ()) -> UInt32Array:
+        masks = np.full((1 + len(drafts), -(-VOCAB // 32)), 0xFFFF_FFFF, np.uint32)
+        ahead = self.fork()
+        for place in range(1 + len(drafts)):
+            if not ahead.is_complete:
+                for token_id in range(VOCAB):
+                    if not ahead._is_allowed(token_id):
+                        masks[place, token_id // 32] &= np.uint32(0xFFFF_FFFF ^ 1 << token_id % 32)
+            ahead.consumed += drafts[place : place + 1]
+        return masks
+
+    def _is_allowed(self, token_id: int) -> bool:
+        return (token_id + len(self.consumed)) % 3 != 0
 
 
 @dataclass
@@ -317,6 +376,28 @@ def test_what_drafts_filled_is_found_again_and_is_right(stand: Stand) -> None:
     assert full - 8 * len(second) <= core.stats().prefix_cache_hit_tokens_total <= full
     assert core.stats().spec_accepted_tokens_total > accepted
     assert outputs == expected
+
+
+@on_two_stands
+def test_a_grammar_masks_each_position_and_ends_inside_a_block(stand: Stand) -> None:
+    requests = [
+        sampled(request, grammar=Grammar(kind="regex", value="any"), stop_token_ids=())
+        for request in draw_requests(stand)[:6]
+    ]
+    plain = stand.core(speculative="off", num_blocks=64, grammars=Turning())
+    alone: dict[str, Output] = {}
+    for request in requests:
+        alone |= run(plain, [request])
+    assert {reason for _, _, reason in alone.values()} == {"stop", "length"}
+    # Behind the end of a text the oracle goes on as nobody would.
+    truths = [[*truth, *range(20)] for truth in truths_of(requests, alone)]
+    core = stand.core(
+        proposer=Oracle(truths), speculative="ngram", num_blocks=64, grammars=Turning()
+    )
+
+    assert run(core, requests) == alone
+    stats = core.stats()
+    assert 10 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
 
 
 @on_two_stands
