@@ -433,21 +433,23 @@ def check_examples_bf16(
         served.engine.close()
     for dtype in (torch.bfloat16, torch.float32):
         oracle = PeftOracle(load_oracle(model_dir, dtype), adapters)
+        worst, regret = 0.0, 0.0
         for job, result in zip(jobs, results, strict=True):
             chosen, best = oracle.score(job.prompt, job.adapter, result.token_ids)
-            ours = torch.tensor(result.logprobs)
-            print(
-                dtype, job.adapter, float((ours - chosen).abs().max()), float((best - chosen).max())
-            )
-            assert (ours - chosen).abs().max() < BF16_BOUND, (dtype, job)
-            assert (best - chosen).max() < BF16_BOUND, (dtype, job)
+            worst = max(worst, float((torch.tensor(result.logprobs) - chosen).abs().max()))
+            regret = max(regret, float((best - chosen).max()))
+        print(f"against {dtype}: logprobs differ by {worst:.3f}, the best token's by {regret:.3f}")
+        assert worst < BF16_BOUND
+        assert regret < BF16_BOUND
 
 
+@pytest.mark.slow  # where bf16 is emulated, the oracle alone takes minutes
 @pytest.mark.model
+@pytest.mark.timeout(3600)
 def test_our_adapters_in_bf16_are_within_the_bound(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    check_examples_bf16(2, 8, tmp_path, native_cache_dir(pytestconfig))
+    check_examples_bf16(2, 6, tmp_path, native_cache_dir(pytestconfig))
 
 
 @pytest.mark.slow
