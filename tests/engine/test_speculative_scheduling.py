@@ -9,12 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from loraplex_engine.metrics import EngineMetrics
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 from loraplex_engine.request import Request
 from loraplex_engine.speculative import Ask, Drafter
+from loraplex_engine.speculative.costs import StepCosts
 from loraplex_engine.speculative.ngram import NgramProposer
 
 from tests.support.engine_fakes import (
@@ -63,10 +67,21 @@ class Uncut(Drafter):
         return ids
 
 
+def choices_of(request: Generate) -> list[Generate]:
+    """Each choice as a request of its own."""
+    seed = request.sampling.seed
+    return [
+        msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, seed=seed + index, n=1)
+        )
+        for index in range(request.sampling.n)
+    ]
+
+
 def oracle_engine(
-    requests: list[Generate], *, lie_every: int = 0, max_drafts: int = 4, **sizes: int
+    requests: list[Generate], *, lie_every: int = 0, max_drafts: int = 4, **sizes: Any
 ) -> FakeEngine:
-    oracle = Oracle(requests, lie_every)
+    oracle = Oracle([choice for request in requests for choice in choices_of(request)], lie_every)
     engine = make_engine(drafter=Uncut(oracle, max_drafts), **sizes)
     for request in requests:
         engine.core.add(request)
@@ -335,6 +350,47 @@ def test_any_load_says_what_each_says_alone(seed: int) -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_choices_and_found_prefixes_say_what_each_says_alone(seed: int) -> None:
+    """Drafts behind blocks that several hold, and blocks of accepted drafts found by later requests."""
+    draw = random.Random(seed)
+    common = draw.choices(range(1, VOCAB_SIZE), k=9)
+    requests = [
+        make_request(
+            f"r{index}",
+            common[: draw.randrange(5, 10)]
+            + draw.choices(range(1, VOCAB_SIZE), k=draw.randrange(4)),
+            max_tokens=draw.randrange(4, 20),
+            seed=100 * index,
+            n=draw.randrange(1, 4),
+        )
+        for index in range(8)
+    ]
+    for index in range(8):
+        first = choices_of(requests[index])[0]
+        said = [*first.prompt_token_ids, *solo_output(first)[0]]
+        requests.append(make_request(f"later-{index}", said, max_tokens=6, seed=index))
+    engine = oracle_engine(
+        requests,
+        lie_every=draw.randrange(2, 9),
+        num_blocks=draw.randrange(24, 40),
+        max_num_batched_tokens=draw.randrange(8, 40),
+        has_prefix_cache=True,
+    )
+
+    events = engine.run()
+
+    for request in requests:
+        for index, choice in enumerate(choices_of(request)):
+            told = [e for e in events if (e.request_id, e.index) == (request.request_id, index)]
+            assert [t for event in told for t in event.token_ids] == solo_output(choice)[0]
+    stats = engine.core.stats()
+    assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
+    assert stats.prefix_cache_hit_tokens_total > 0
+    assert any(step.block_copies for step in engine.runner.steps)
+    engine.assert_idle()
+
+
 def test_the_loads_above_preempt() -> None:
     requests = [make_request(f"r{n}", seed=n, max_tokens=24) for n in range(4)]
     engine = oracle_engine(requests, lie_every=5, num_blocks=15)
@@ -357,8 +413,6 @@ def test_drafts_that_never_come_true_are_given_up_for_a_while() -> None:
 
 
 def test_auto_does_not_draft_before_it_has_measured() -> None:
-    from loraplex_engine.speculative.costs import StepCosts
-
     request = make_request(prompt=[4, 4, 4, 4], max_tokens=6)
     engine = make_engine(drafter=Drafter(NgramProposer(1, 3), 4, StepCosts()))
     engine.core.add(request)
@@ -366,6 +420,24 @@ def test_auto_does_not_draft_before_it_has_measured() -> None:
     engine.run()
 
     assert not any(drafts_of(engine)[:4])
+
+
+def test_metrics_show_what_drafts_did() -> None:
+    engine = oracle_engine([make_request(max_tokens=11)])
+    engine.run()
+    stats = engine.core.stats()
+    metrics = EngineMetrics("tiny")
+    metrics.watch(lambda: stats, lambda: 0.0, lambda: 0)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"loraplex:spec_decode_num_{name}_total", {"model_name": "tiny", **labels}
+        )
+
+    assert value("drafts") == 2
+    assert value("draft_tokens") == value("accepted_tokens") == 8
+    places = [value("accepted_tokens_per_pos", position=str(place)) for place in range(5)]
+    assert places == [2, 2, 2, 2, None]
 
 
 def test_an_engine_told_to_stop_drafting_does() -> None:
