@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from loraplex_engine.admission import ModelLimits
+from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.config import Admission
 from loraplex_engine.core import EngineCore
 from loraplex_engine.errors import RequestRejectedError
-from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.kv.block_pool import BlockPool
 from loraplex_engine.kv.hashing import BlockHasher
 from loraplex_engine.kv.manager import KvManager
@@ -26,7 +26,8 @@ from loraplex_engine.policies import FcfsPolicy, Policy
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs
 from loraplex_engine.scheduler import Scheduler, SchedulerLimits
 from loraplex_engine.speculative import Drafter
-from loraplex_engine.step import NewRow, Step, StepResult
+from loraplex_engine.step import NewRow, Step, StepResult, UInt32Array
+from loraplex_engine.structured.compiler import GrammarSource
 
 VOCAB_SIZE = 97
 EOS = 0
@@ -287,14 +288,18 @@ class FakeRunner:
                 tokens.append(())
                 continue
             sampled: list[int] = []
-            for draft in (*drafts, None):
-                sampled.append(next_token(self._read(row), row.adapter, row.seed))
+            masks = step.token_masks.get(index)
+            for place, draft in enumerate((*drafts, None)):
+                token = next_token(self._read(row), row.adapter, row.seed)
+                sampled.append(token if masks is None else _masked(token, masks[place]))
                 row.num_tokens += 1
                 if sampled[-1] != draft:
                     break
             if drafts and not finite[-1]:
                 row.num_tokens -= len(sampled)
-                row.unwritten[row.num_tokens - 1] = self._cache[self._place(row, row.num_tokens - 1)][1]
+                row.unwritten[row.num_tokens - 1] = self._cache[
+                    self._place(row, row.num_tokens - 1)
+                ][1]
                 tokens.append(())
                 continue
             row.unwritten[row.num_tokens - 1] = sampled[-1]
@@ -317,6 +322,14 @@ class FakeRunner:
         assert [entry[0] for entry in entries] == list(range(row.num_tokens)), "foreign KV read"
         assert {entry[2] for entry in entries} == {row.adapter}, "another adapter's KV read"
         return tuple(entry[1] for entry in entries)
+
+
+def _masked(token: int, mask_W: UInt32Array) -> int:
+    """An allowed token, which one `token` decides."""
+    bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    allowed = np.flatnonzero(bits)
+    assert len(allowed), "a mask that allows nothing reached the runner"
+    return int(allowed[token % len(allowed)])
 
 
 @dataclass
@@ -374,6 +387,7 @@ def make_engine(
     public_prefixes: Sequence[Sequence[int]] = (),
     publish: Callable[[BlockEvent], None] | None = None,
     drafter: Drafter | None = None,
+    grammars: GrammarSource | None = None,
 ) -> FakeEngine:
     """A small engine; first come, first served unless `policy` says otherwise."""
     adapters = FakeAdapterPool(num_slots=num_slots)
@@ -416,6 +430,7 @@ def make_engine(
             eos_token_ids=frozenset({EOS}),
             max_model_len=max_model_len,
         ),
+        grammars=grammars,
     )
     return FakeEngine(core, scheduler, runner, adapters, pool, clock, kv, cache)
 

@@ -1,0 +1,412 @@
+"""Requests under a grammar in core and scheduler, on fakes: waiting, ending, failing, each alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from loraplex_engine.errors import InvalidRequestError, QueueFullError
+from loraplex_engine.protocol import Generate, Grammar, TokenEvent, Usage
+from loraplex_engine.request import BlockReason, Request
+from loraplex_engine.speculative import Ask, Drafter
+from loraplex_engine.structured.errors import (
+    GrammarError,
+    GrammarFailedError,
+    GrammarInvalidError,
+    GrammarTooComplexError,
+)
+from loraplex_engine.structured.rows import constrain_drafts
+
+from tests.support.engine_fakes import (
+    EOS,
+    VOCAB_SIZE,
+    FakeEngine,
+    collect_outcomes,
+    make_engine,
+    make_request,
+    solo_output,
+)
+from tests.support.grammars import ListGrammars, ListMatcher
+
+LISTS = [[10, 11, 12, 13], [10, 21, 22], [30, 31, 32, 33, 34]]
+
+
+def grammar(sequences: Sequence[Sequence[int]]) -> Grammar:
+    return Grammar(kind="regex", value=json.dumps(sequences))
+
+
+def ask(
+    request_id: str = "g", sequences: Sequence[Sequence[int]] = LISTS, n: int = 1, **how: object
+) -> Generate:
+    request = make_request(request_id, **{"max_tokens": 20, "ignore_eos": False, **how})
+    sampling = msgspec.structs.replace(request.sampling, grammar=grammar(sequences), n=n)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def terminal(events: list[TokenEvent], request_id: str = "g") -> TokenEvent:
+    found = collect_outcomes(events)[request_id].terminal
+    assert found is not None
+    return found
+
+
+def said(events: list[TokenEvent], request_id: str = "g", index: int = 0) -> list[int]:
+    return [
+        token
+        for event in events
+        if (event.request_id, event.index) == (request_id, index)
+        for token in event.token_ids
+    ]
+
+
+@pytest.fixture
+def grammars() -> ListGrammars:
+    return ListGrammars(VOCAB_SIZE)
+
+
+def open_engine(grammars: ListGrammars, **how: object) -> FakeEngine:
+    return make_engine(grammars=grammars, **how)
+
+
+# ------------------------------------------------------------------ following and ending
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_output_is_one_that_the_grammar_allows_and_ends_there(
+    seed: int, grammars: ListGrammars
+) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask(seed=seed))
+
+    events = engine.run()
+
+    output = said(events)
+    assert output in LISTS  # no end token: nothing but one could have followed
+    end = terminal(events)
+    assert (end.finish_reason, end.stop_token_id, end.error_code) == ("stop", None, None)
+    assert end.usage == Usage(prompt_tokens=3, completion_tokens=len(output))
+    engine.assert_idle()
+
+
+def test_an_end_token_that_is_one_choice_of_several_ends_it(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    for seed in range(8):
+        engine.core.add(ask(f"g{seed}", [[10], [10, 11]], seed=seed))
+
+    events = engine.run()
+
+    outputs = {tuple(said(events, f"g{seed}")) for seed in range(8)}
+    assert outputs == {(10, EOS), (10, 11)}
+
+
+def test_ignoring_end_tokens_does_not_outlive_the_grammar(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    for seed in range(8):
+        engine.core.add(ask(f"g{seed}", [[10], [10, 11]], seed=seed, ignore_eos=True))
+
+    events = engine.run()
+
+    for seed in range(8):
+        assert said(events, f"g{seed}") in ([10, EOS], [10, 11])
+        assert terminal(events, f"g{seed}").finish_reason == "stop"
+
+
+def test_max_tokens_cuts_it_off_and_a_whole_text_at_the_limit_is_a_stop(
+    grammars: ListGrammars,
+) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask("cut", [[10, 11, 12, 13]], max_tokens=2))
+    engine.core.add(ask("whole", [[10, 11, 12, 13]], max_tokens=4))
+
+    events = engine.run()
+
+    assert (said(events, "cut"), terminal(events, "cut").finish_reason) == ([10, 11], "length")
+    assert terminal(events, "whole").finish_reason == "stop"
+
+
+def test_a_stop_token_within_the_grammar_still_stops(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask("g", [[10, 11, 12]], stop_token_ids=(11,)))
+
+    events = engine.run()
+
+    assert said(events) == [10, 11]
+    assert terminal(events).stop_token_id == 11
+
+
+def test_choices_have_their_own_place_in_the_grammar(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask(n=4))
+
+    events = engine.run()
+
+    outputs = [said(events, index=index) for index in range(4)]
+    assert all(output in LISTS for output in outputs)
+    assert len({tuple(output) for output in outputs}) > 1
+    made = grammars.compilations[0].made
+    assert len(made) == 4
+    assert len(grammars.compilations) == 1
+
+
+# ------------------------------------------------------------------ alone = crowd = preempted
+
+
+def test_a_row_under_a_grammar_is_the_same_in_a_crowd_and_its_neighbours_too(
+    grammars: ListGrammars,
+) -> None:
+    alone = {}
+    for seed in range(4):
+        engine = open_engine(grammars)
+        engine.core.add(ask(seed=seed))
+        alone[seed] = said(engine.run())
+
+    crowd = open_engine(grammars, max_num_seqs=8, max_num_batched_tokens=16)
+    free = [make_request(f"free{seed}", max_tokens=6, seed=seed) for seed in range(4)]
+    for seed in range(4):
+        crowd.core.add(ask(f"g{seed}", seed=seed))
+        crowd.core.add(free[seed])
+    events = crowd.run()
+
+    for seed in range(4):
+        assert said(events, f"g{seed}") == alone[seed]
+        assert said(events, f"free{seed}") == solo_output(free[seed])[0]
+    mixed = [step for step in crowd.runner.steps if 0 < len(step.token_masks) < len(step.rows_B)]
+    assert mixed
+    crowd.assert_idle()
+
+
+def test_preemption_does_not_lose_the_place(grammars: ListGrammars) -> None:
+    sequence = list(range(20, 34))
+    engine = open_engine(grammars, num_blocks=8, block_size=4)
+    for index in range(3):
+        engine.core.add(ask(f"g{index}", [sequence], max_tokens=20))
+
+    events = engine.run()
+
+    assert engine.core.stats().num_preemptions_total > 0
+    for index in range(3):
+        assert said(events, f"g{index}") == sequence
+    assert sum(len(c.made) for c in grammars.compilations) == 3  # none was made anew
+    engine.assert_idle()
+
+
+# ------------------------------------------------------------------ compiling
+
+
+def test_while_a_grammar_compiles_others_pass_and_then_it_runs(grammars: ListGrammars) -> None:
+    grammars.is_open = False
+    engine = open_engine(grammars)
+    engine.core.add(ask())
+    engine.core.add(make_request("other", max_tokens=3))
+    events: list[TokenEvent] = []
+
+    for _ in range(5):
+        events += engine.core.step()
+        engine.core.check()
+    assert said(events, "other") == solo_output(make_request("other", max_tokens=3))[0]
+    assert said(events) == []
+    assert engine.core.last_step_num_tokens == 0  # it waits, and the caller need not spin
+    [request] = engine.core._live[("g", 0)].choices
+    assert request.blocked_on is BlockReason.GRAMMAR
+
+    grammars.finish()
+    events += engine.run()
+    assert said(events) in LISTS
+    engine.assert_idle()
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_before_any_work(
+    grammars: ListGrammars,
+) -> None:
+    bad = grammar([[1]])
+    grammars.errors[bad.value] = GrammarInvalidError("no such rule")
+    grammars.is_open = False
+    engine = open_engine(grammars)
+    engine.core.add(ask("bad", [[1]]))
+    engine.core.add(ask("good"))
+    events = engine.core.step()
+    grammars.finish()
+
+    events += engine.run()
+
+    end = terminal(events, "bad")
+    assert (end.finish_reason, end.error_code) == ("error", "grammar_invalid")
+    assert end.error_message == "no such rule"
+    assert end.usage == Usage(prompt_tokens=0, completion_tokens=0)
+    assert said(events, "good") in LISTS
+    assert engine.core.stats().requests_finished_total["error"] == 1
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_request_can_leave_while_its_grammar_compiles(
+    is_open: bool, grammars: ListGrammars
+) -> None:
+    grammars.is_open = False
+    bad = grammar([[1]])
+    grammars.errors[bad.value] = GrammarInvalidError("no")
+    engine = open_engine(grammars)
+    engine.core.add(ask("g", [[1]]))
+    events = engine.core.step()
+    engine.core.abort("g", 0)
+    if is_open:
+        grammars.finish()
+
+    events += engine.run()
+
+    assert terminal(events).finish_reason == "abort"
+    grammars.finish()
+    assert engine.core.step() == []
+    engine.assert_idle()
+
+
+def test_a_full_compiler_refuses_at_the_door(grammars: ListGrammars) -> None:
+    grammars.is_full = True
+    engine = open_engine(grammars)
+
+    with pytest.raises(QueueFullError):
+        engine.core.add(ask())
+
+    assert not engine.core.has_work()
+    grammars.is_full = False
+    engine.core.add(ask())  # the same request may come again
+    assert said(engine.run()) in LISTS
+
+
+def test_without_a_compiler_grammars_are_refused() -> None:
+    engine = make_engine()
+
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        engine.core.add(ask())
+
+    engine.assert_idle()
+
+
+# ------------------------------------------------------------------ failing midway
+
+
+class Breaking(ListMatcher):
+    """Fails as `mode` says once two tokens were consumed."""
+
+    mode = "mask"
+    error: GrammarError = GrammarFailedError("broken")
+
+    def masks_for(self, drafts: Sequence[int] = ()) -> object:
+        if self.mode == "mask" and len(self.consumed) == 2:
+            raise self.error
+        return super().masks_for(drafts)
+
+    def advance(self, token_id: int) -> None:
+        if self.mode == "advance" and len(self.consumed) == 2:
+            raise self.error
+        super().advance(token_id)
+
+    def fork(self) -> Breaking:
+        fork = Breaking(self.sequences, self.vocab_size, self.end_id, self.consumed)
+        fork.mode, fork.error = self.mode, self.error
+        return fork
+
+
+@pytest.mark.parametrize("mode", ["mask", "advance"])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GrammarFailedError("broken"), "grammar_failed"),
+        (GrammarTooComplexError("too much"), "grammar_too_complex"),
+    ],
+)
+def test_a_grammar_that_breaks_ends_its_request_alone(
+    mode: str, error: GrammarError, code: str, grammars: ListGrammars
+) -> None:
+    engine = open_engine(grammars, max_num_seqs=6)
+    free = make_request("free", max_tokens=8, seed=3)
+    for request in (ask("g"), ask("fine", [[40, 41, 42, 43]]), free):
+        engine.core.add(request)
+    template = grammars.compilations[0].template
+    broken = Breaking(template.sequences, template.vocab_size)
+    broken.mode, broken.error = mode, error
+    grammars.compilations[0].template = broken
+
+    events = engine.run()
+
+    end = terminal(events)
+    assert (end.finish_reason, end.error_code) == ("error", code)
+    assert len(said(events)) == (2 if mode == "mask" else 3)
+    assert said(events, "fine") == [40, 41, 42, 43]
+    assert said(events, "free") == solo_output(free)[0]
+    engine.assert_idle()
+
+
+def test_a_grammar_that_allows_nothing_ends_with_an_error(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask("g", []))
+    engine.core.add(ask("fine"))
+
+    events = engine.run()
+
+    end = terminal(events)
+    assert (end.finish_reason, end.error_code) == ("error", "grammar_no_token")
+    assert said(events) == []
+    assert said(events, "fine") in LISTS
+    engine.assert_idle()
+
+
+def test_one_choice_that_fails_takes_its_request_along(grammars: ListGrammars) -> None:
+    engine = open_engine(grammars)
+    engine.core.add(ask("g", [], n=3))
+
+    events = engine.run()
+
+    assert terminal(events).error_code == "grammar_no_token"
+    assert sum(event.usage is not None for event in events) == 1
+    engine.assert_idle()
+
+
+# ------------------------------------------------------------------ drafts
+
+
+class Oracle:
+    """Proposes the first list's tokens wherever the output fits it, right or wrong."""
+
+    def __init__(self, sequence: Sequence[int]) -> None:
+        self._sequence = list(sequence)
+        self.num_asked = 0
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        self.num_asked += len(asks)
+        return [self._sequence[len(ask.token_ids) - 3 :][: ask.max_drafts] for ask in asks]
+
+    def forget(self, key: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_change_nothing_that_is_said(seed: int, grammars: ListGrammars) -> None:
+    sequences = [[10, 11, 12, 13, 14, 15], [10, 11, 12, 13, 24, 25], [10, 11, 32]]
+    plain = open_engine(grammars)
+    plain.core.add(ask("g", sequences, seed=seed))
+    expected = said(plain.run())
+    drafter = Drafter(Oracle(sequences[0]), 4)
+    drafter.constrain = constrain_drafts
+    engine = open_engine(grammars, drafter=drafter)
+    engine.core.add(ask("g", sequences, seed=seed))
+
+    events = engine.run()
+
+    assert said(events) == expected
+    stats = engine.core.stats()
+    assert stats.spec_draft_tokens_total > 0
+    assert stats.spec_accepted_tokens_total > 0
+    engine.assert_idle()
+
+
+def test_drafts_are_cut_where_the_grammar_refuses_them(grammars: ListGrammars) -> None:
+    request = Request(seq=0, generate=ask(), stop_ids=frozenset())
+    assert constrain_drafts(request, (1, 2)) == (1, 2)  # no grammar was attached
+    request.compilation = grammars.request(grammar(LISTS), "t")
+    assert constrain_drafts(request, (10, 11)) == ()  # it has not sampled yet
+    request.matcher = request.compilation.matcher()
+
+    assert constrain_drafts(request, (10, 11, 99, 12)) == (10, 11)
+    assert constrain_drafts(request, (99,)) == ()
