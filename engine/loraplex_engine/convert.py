@@ -278,7 +278,8 @@ def _make_from_hub(name: str, folder: Path, advance: Advance) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Advance]:
+def show_progress() -> Iterator[Advance]:
+    """A bar on stderr; a line a phase where that is no terminal."""
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -321,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     values = parser.parse_args(arguments)
     try:
-        with _progress() as advance:
+        with show_progress() as advance:
             folder = pull(values.name, cache_dir(), advance)
     except (ModelError, OSError) as error:
         sys.stderr.write(f"convert: {error}\n")

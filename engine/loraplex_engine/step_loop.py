@@ -34,8 +34,8 @@ from loraplex_engine.protocol import (
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.5  # with nothing to do; a message ends the wait at once
-# With requests that cannot run yet: an adapter is loading, whose end wakes the loop.
-BLOCKED_WAIT_S = 0.02
+# With requests that cannot run yet: a grammar compiles; or an adapter loads, whose end wakes the loop.
+BLOCKED_WAIT_S = 0.005
 MAX_BEFORE_PREFETCH = 1024  # with so much queued, prefetches, which nobody waits for, are dropped
 
 Work = Generate | Abort | PrefetchAdapter

@@ -8,10 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,26 +31,9 @@ from loraplex_engine.lora.pool import WANTED_GRACE_S, LoraPool
 from loraplex_engine.lora.weights import pack_native
 
 from tests.support.adapter_files import SMOLLM2_SHAPE, TINY_SHAPE, make_adapter
+from tests.support.lora_pools import Clock, DeferredLoaders, Packed
 
 DEADLINE_S = 20.0
-
-
-class Clock:
-    """Time that moves when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Packed:
-    """What the pool holds; says whose it is."""
-
-    digest: str
-    size_bytes: int = 1000
 
 
 @dataclass
@@ -429,23 +411,6 @@ def test_evicted_memory_is_given_back(make_world: MakeWorld, tmp_path: Path) -> 
     gc.collect()
     assert mapping() is None
     assert world.pool.stats().host_bytes == 1000
-
-
-class DeferredLoaders(ThreadPoolExecutor):
-    """Loads when told to: with threads, what a rule finds would change from one run to the next."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self._calls: list[Callable[[], object]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._calls.append(lambda: fn(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call()
 
 
 class PoolMachine(RuleBasedStateMachine):

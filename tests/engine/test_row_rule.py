@@ -111,7 +111,7 @@ def test_adapters_are_tried_as_well(runner: ModelRunner, trial: LoraTrial) -> No
     without, with_lora = check_row_rule(runner), check_row_rule(runner, lora=trial)
 
     assert with_lora.failures == ()
-    assert with_lora.num_checks == without.num_checks + 4 * len(ROW_COUNTS)
+    assert with_lora.num_checks == without.num_checks + 6 * len(ROW_COUNTS)
 
 
 def test_a_delta_that_depends_on_company_is_found(runner: ModelRunner, trial: LoraTrial) -> None:
@@ -121,18 +121,31 @@ def test_a_delta_that_depends_on_company_is_found(runner: ModelRunner, trial: Lo
         """The last row of three and more gets a whiff of another."""
 
         prepare = staticmethod(inner.prepare)
+        adapts_head = staticmethod(inner.adapts_head)
 
         def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: Any) -> None:
             inner.add(y_TN, x_TK, layer, site, batch)
             if site == "gate_up" and len(y_TN) > 2:
                 y_TN[-1] += 1e-6 * y_TN[0]
 
+        def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: Any) -> None:
+            inner.add_embedding(y_TH, token_T, batch)
+            if len(y_TH) > 16:
+                y_TH[-1] += 1e-6 * y_TH[0]
+
+        def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: Any) -> None:
+            inner.add_head(y_RV, x_RH, batch)
+            if len(y_RV) == 33:
+                y_RV[-1] += 1e-6 * y_RV[0]
+
     leaky = replace(trial, backend=Leaky())
 
     failures = check_row_rule(runner, lora=leaky).failures
 
     assert list(failures) == [
-        f"lora gate_up at {count} rows" for count in ROW_COUNTS if 2 < count < 130
+        *(f"lora gate_up at {count} rows" for count in ROW_COUNTS if 2 < count < 130),
+        *(f"lora embed_tokens at {count} rows" for count in ROW_COUNTS if 16 < count < 130),
+        "lora lm_head at 33 rows",
     ]
 
 

@@ -14,6 +14,7 @@ from loraplex_platform.cli.options import (
     TenantOption,
     open_admin,
 )
+from loraplex_platform.cli.process_commands import exec_module
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="LoRA adapters of tenants.")
 
@@ -157,6 +158,27 @@ def deploy(
     revision = deployment["revision"]
     what = "the base model" if version_id is None else f"{revision['adapter_name']} ({version_id})"
     typer.echo(f"{tenant}'s {model} is now {what}, revision {revision['number']}")
+
+
+@app.command()
+def merge(
+    folder: Annotated[
+        Path, typer.Argument(help="PEFT folder: adapter_config.json, adapter_model.safetensors.")
+    ],
+    model: Annotated[str, typer.Option(help="The base: a folder, or what `models pull` takes.")],
+    out: Annotated[Path, typer.Option(help="The new folder.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace it if it is a model folder.")
+    ] = False,
+) -> None:
+    """Merge an adapter into a base model of its own, to be served as any base.
+
+    Example:
+
+      loraplex adapters merge examples/adapters/pirate --model smollm2-135m --out pirate-135m
+    """
+    arguments = [str(folder), "--model", model, "--out", str(out)]
+    exec_module("loraplex_engine.merge", [*arguments, *(["--force"] if force else [])])
 
 
 def _find_version(adapters: list[dict[str, Any]], wanted: str) -> str:
