@@ -1,0 +1,309 @@
+"""Random and hostile requests to a gateway with a real engine process behind it, its model tiny and random.
+
+Whatever is sent: an answer comes, it is none of ours to apologise for (no 5xx but the documented 503s), it
+never repeats what was sent, the engine is the same process as before, and when all is quiet nothing is
+held: no block, no adapter lease, no reservation, and the books balance to the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.client import EngineClient
+from loraplex_platform.db import EngineUsage, Request
+from loraplex_platform.db.session import Database, open_database
+from loraplex_platform.gateway.app import open_gateway
+from loraplex_platform.gateway.context import Gateway
+from loraplex_platform.metering.invariants import check_invariants
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+
+from tests.fuzz.hostile_requests import HostileRequest, Target, make_request
+from tests.platform.gateway.stand import (
+    BASE,
+    add_base,
+    deploy,
+    eventually,
+    serving,
+    settings_for,
+)
+from tests.support.adapter_files import make_adapter
+from tests.support.metering import add_customer
+from tests.support.postgres import database_settings, serving_url
+from tests.support.tiny_fleet import write_model
+
+_REPLICA = "engine-fuzz"
+_CONTEXT_LENGTH = 256
+_NUM_AT_ONCE = 12
+_ANSWER_DEADLINE_S = 120.0
+# Documented in docs/api.md with Retry-After.
+_RETRY_CODES = {"overloaded", "draining", "adapter_unavailable", "engine_unavailable"}
+_REFUSALS = {400, 401, 404, 405, 408, 413, 431}
+
+
+@dataclass
+class _Tally:
+    """What came of the requests."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(5400)])],
+)
+async def test_nothing_that_is_sent_breaks_anything(
+    db_url: str, redis_url: str, short_tmp_path: Path, count: int
+) -> None:
+    model = write_model(short_tmp_path / "models")
+    digest = _store_adapter(short_tmp_path, model)
+    settings = settings_for(db_url, redis_url, short_tmp_path, model_dir=model)
+    async with (
+        _engine(short_tmp_path, model, redis_url) as address,
+        open_database(database_settings(serving_url(db_url))) as db,
+        open_gateway(settings) as gateway,
+        serving(gateway) as url,
+        EngineClient(address, gateway_id="fuzz") as engine,
+    ):
+        customer = await add_customer(db)
+        base_id = await add_base(db)
+        await deploy(db, base_id, None, BASE)
+        await deploy(db, base_id, customer.tenant_id, "tuned", digest=digest)
+        await deploy(db, base_id, customer.tenant_id, "gone", digest="sha256:" + "b" * 64)
+        await eventually(lambda: gateway.router.num_ready == 1, "the replica", deadline_s=120)
+        before = await engine.connect(timeout_s=60)
+        tokenizer = gateway.tokenizer
+        target = Target(
+            [BASE, BASE, BASE, "tuned", "tuned", "gone"], tokenizer.vocab_size, _CONTEXT_LENGTH
+        )
+        tally = _Tally()
+
+        await _send_all(url, customer.secret, target, count, tally)
+
+        shown = ", ".join(f"{name}: {number}" for name, number in sorted(tally.statuses.items()))
+        print(f"fuzz | {count} requests | {shown}")
+        print(f"fuzz | codes | {dict(tally.codes.most_common())}")
+        assert tally.wrong == []
+        assert tally.statuses["200"] > count / 10, "too few requests got through to the engine"
+        assert tally.statuses["400"] > count / 10
+        await _check_quiet(db, gateway, engine)
+        after = await engine.connect()
+        assert after.incarnation == before.incarnation
+
+
+# ---------------------------------------------------------------------------- sending
+
+
+async def _send_all(url: str, key: str, target: Target, count: int, tally: _Tally) -> None:
+    draw = random.Random(20_240_229)
+    requests = (make_request(draw, target) for _ in range(count))
+    headers = {"authorization": f"Bearer {key}"}
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for request in requests:  # one generator: each request is taken once
+            await _send(client, request, tally)
+
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=_ANSWER_DEADLINE_S
+    ) as client:
+        await asyncio.gather(*(work(client) for _ in range(_NUM_AT_ONCE)))
+
+
+async def _send(client: httpx.AsyncClient, request: HostileRequest, tally: _Tally) -> None:
+    headers = {name.encode(): value.encode("latin-1") for name, value in request.headers.items()}
+    sending = client.request(request.method, request.path, content=request.body, headers=headers)
+    try:
+        if request.leaves_after_s is None:
+            answer = await sending
+        else:
+            async with asyncio.timeout(request.leaves_after_s):
+                answer = await sending
+    except TimeoutError:
+        tally.statuses["left"] += 1
+        return
+    except httpx.TimeoutException:
+        tally.wrong.append(f"no answer in {_ANSWER_DEADLINE_S:g} s: {_described(request)}")
+        return
+    except httpx.LocalProtocolError:
+        tally.statuses["unsendable"] += 1  # our client refuses to say it
+        return
+    except httpx.TransportError as error:
+        tally.wrong.append(f"{type(error).__name__}: {_described(request)}")
+        return
+    tally.statuses[str(answer.status_code)] += 1
+    problem = _problem(answer, tally)
+    if problem is not None:
+        tally.wrong.append(
+            f"{problem}: {answer.status_code} {answer.text[:300]} {_described(request)}"
+        )
+
+
+def _described(request: HostileRequest) -> str:
+    return f"{request.method} {request.path} {request.body[:1500]!r}"
+
+
+def _problem(answer: httpx.Response, tally: _Tally) -> str | None:
+    """What is wrong with an answer."""
+    status = answer.status_code
+    if status == 200:
+        return _problem_of_success(answer, tally)
+    error = _error_of(answer.content)
+    if error is None:
+        return "no error envelope"
+    tally.codes[f"{status} {error['code']}"] += 1
+    if status == 503:
+        if error["code"] not in _RETRY_CODES or "retry-after" not in answer.headers:
+            return "a 503 that is not documented"
+    elif status not in _REFUSALS:
+        return "a status that is not documented for this"
+    if len(error["message"]) > 1_000:
+        return "an answer as long as what was sent"
+    return None
+
+
+def _problem_of_success(answer: httpx.Response, tally: _Tally) -> str | None:
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return None if _parsed(answer.content) is not None else "no JSON"
+    frames = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
+    if not frames:
+        return "a stream without frames"
+    if frames[-1] == "[DONE]":
+        documents = [_parsed(frame.encode()) for frame in frames[:-1]]
+        if any(document is None or "error" in document for document in documents):
+            return "a frame that is no chunk"
+        reasons: Counter[int] = Counter()
+        for document in documents:
+            for choice in (document or {})["choices"]:
+                reasons[choice["index"]] += choice["finish_reason"] is not None
+        return None if set(reasons.values()) == {1} else "a choice that did not end once"
+    error = _error_of(frames[-1].encode())
+    if error is None:
+        return "a stream that ends in neither [DONE] nor an error"
+    tally.codes[f"stream {error['code']}"] += 1
+    if error["code"] in _RETRY_CODES or error["type"] == "invalid_request_error":
+        return None
+    return "a stream that failed for a reason of ours"
+
+
+def _error_of(body: bytes) -> dict[str, Any] | None:
+    document = _parsed(body)
+    error = document.get("error") if document is not None else None
+    is_envelope = isinstance(error, dict) and isinstance(error.get("message"), str)
+    return error if is_envelope and error["message"] else None
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    """A JSON object without NaN or infinities."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        document = json.loads(body, parse_constant=refuse)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+# ---------------------------------------------------------------------------- afterwards
+
+
+async def _check_quiet(db: Database, gateway: Gateway, engine: EngineClient) -> None:
+    """Nothing runs, nothing is held, and the books balance."""
+    await eventually(lambda: gateway.pumps.num_live == 0, "every request ended", deadline_s=60)
+
+    async def is_idle() -> bool:
+        stats = await engine.stats()
+        return stats.num_running == stats.num_waiting == 0
+
+    await eventually(is_idle, "the engine is idle", deadline_s=60)
+    stats = await engine.stats()
+    assert stats.kv_blocks_free == stats.kv_blocks_total
+    assert stats.adapter_leases == 0
+    assert stats.generation_tokens_total > 0
+    assert stats.max_adapters_in_step >= 1
+    async with db.sessions() as session:
+        states = set((await session.scalars(select(Request.state))).all())
+    assert states <= {"settled", "voided"}
+    await _land_journal(db, engine)
+    report = await check_invariants(db.sessions)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    assert report.identity.difference == 0
+
+
+async def _land_journal(db: Database, engine: EngineClient) -> None:
+    """As the worker does."""
+    last_seq = 0
+    while entries := (await engine.read_journal(last_seq)).entries:
+        last_seq = entries[-1].seq
+        rows = [
+            {
+                "request_id": UUID(entry.request_id),
+                "attempt": entry.attempt,
+                "replica_id": _REPLICA,
+                "tenant_id": UUID(entry.tenant_id),
+                "adapter_digest": entry.adapter_digest,
+                "finish_reason": entry.finish_reason,
+                "prompt_tokens": entry.usage.prompt_tokens,
+                "cached_tokens": entry.usage.cached_tokens,
+                "completion_tokens": entry.usage.completion_tokens,
+                "ended_at": datetime.fromtimestamp(entry.ended_at_unix_s, UTC),
+            }
+            for entry in entries
+        ]
+        async with db.transaction() as session:
+            await session.execute(insert(EngineUsage).values(rows))
+
+
+# ---------------------------------------------------------------------------- what it runs on
+
+
+def _store_adapter(folder: Path, model: Path) -> str:
+    shape = ModelShape.from_config_json(model / "config.json")
+    adapter = make_adapter(
+        folder / "adapter", shape, rank=4, linears=("q_proj", "v_proj"), size=0.3
+    )
+    AdapterStore(f"file://{folder}/store").put(folder / "adapter", adapter.digest)
+    return str(adapter.digest)
+
+
+@contextlib.asynccontextmanager
+async def _engine(folder: Path, model: Path, redis_url: str) -> AsyncIterator[str]:
+    """The engine's own server process; short of blocks and queue places, so that both run out."""
+    address = f"ipc://{folder}/engine.sock"
+    log = folder / "engine.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loraplex_engine.server"),
+            *("--model-dir", str(model), "--base-model", BASE, "--replica-id", _REPLICA),
+            *("--address", address, "--journal-dir", str(folder / "journal")),
+            *("--redis-url", redis_url, "--store-url", f"file://{folder}/store"),
+            *("--max-model-len", str(_CONTEXT_LENGTH), "--num-blocks", "40", "--block-size", "16"),
+            *("--max-num-seqs", "8", "--max-waiting", "8", "--max-num-batched-tokens", "64"),
+            *("--max-loras", "2", "--num-threads", "1", "--die-with-parent"),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield address
+        assert process.returncode is None, log.read_text()[-3_000:]
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        assert await process.wait() == 0, log.read_text()[-3_000:]
