@@ -54,6 +54,19 @@ _CHAT_EXAMPLES: Final = {
             "stream_options": {"include_usage": True},
         },
     },
+    "choices": {
+        "summary": "Three answers, drawn again the same way by the same seed",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "Name a colour."}],
+            "n": 3,
+            "seed": 7,
+            "temperature": 0.9,
+            "min_p": 0.05,
+            "frequency_penalty": 0.4,
+            "max_tokens": 16,
+        },
+    },
 }
 _COMPLETION_EXAMPLES: Final = {
     "text": {
