@@ -94,7 +94,7 @@ class EngineCore:
         if self.is_draining:
             raise DrainingError("the replica is shutting down", retry_after_s=RETRY_AFTER_S)
         check_request(generate, self.limits, self._scheduler.num_kv_slots)
-        if self._scheduler.is_queue_full:
+        if not self._scheduler.has_place_for(generate.tenant_id):
             num_waiting = self._scheduler.num_waiting
             raise QueueFullError(
                 f"{num_waiting} requests are waiting already",

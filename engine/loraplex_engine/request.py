@@ -68,6 +68,7 @@ class Request:
     blocked_on: BlockReason | None = None  # at the last look; None: nothing but its turn and room
     # What fair policies keep here, for want of a cheaper place.
     num_charged_tokens: int = 0  # of its known tokens, those that its tenant's account was charged
+    admitted_at_charge: float | None = None  # what was on the account before it was admitted
     served_priority: int | None = None  # the class it runs in, if a turn lifted it above its own
     # Of one request's n choices; all of them, this one included (empty: it is the only one).
     choice: int = 0

@@ -38,7 +38,7 @@ from loraplex_engine.speculative import DraftCounts, Drafter, DraftWant
 from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
 
 # What a step keeps for prefills under way when waiting requests pass them: they finish, whoever comes.
-PASSED_SHARE = 8  # one token in so many
+PASSED_SHARE = 16  # one token in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _Batch:
     samples: list[bool] = field(default_factory=list)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by batch index
     ended: list[tuple[Request, Ending]] = field(default_factory=list)
-    # Running requests with more than a token to compute, in the policy's order.
+    # Running requests with more than a token to compute.
     partials: deque[Request] = field(default_factory=deque)
     num_partials: int = 0  # rows that will be amid a prefill after this step, as far as is known
     num_preempted: int = 0
@@ -165,10 +165,6 @@ class Scheduler:
         return sum(request.adapter_digest is not None for request in self._running)
 
     @property
-    def is_queue_full(self) -> bool:
-        return len(self._waiting) >= self.limits.max_waiting
-
-    @property
     def retry_after_s(self) -> float:
         """When a client that found the queue full should come again."""
         return self.meter.retry_after_s(len(self._waiting))
@@ -208,6 +204,11 @@ class Scheduler:
     def forget_cached(self) -> None:
         """Empty the prefix cache."""
         self._kv.forget_cached()
+
+    def has_place_for(self, tenant_id: str) -> bool:
+        """Whether a tenant may queue one more request."""
+        num_places = self.limits.max_waiting - len(self._waiting)
+        return self._waiting.has_place_for(tenant_id, num_places)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -290,6 +291,7 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             num_held = self._kv.num_blocks_of(request.seq) * self._kv.block_size
             assert num_held >= request.num_computed_tokens, f"{request.identity} lacks blocks"
+        self._waiting.check(self._running)
         waiting = list(self._waiting.requests())
         assert len(waiting) == len(self._waiting) == sum(self.meter.num_by_priority.values())
         for request in waiting:
@@ -368,7 +370,8 @@ class Scheduler:
 
     def _schedule_prefills(self, batch: _Batch) -> None:
         """Prefills under way and waiting requests, in the policy's order."""
-        rank = self._waiting.rank
+        rank = self._waiting.prefill_rank
+        batch.partials = deque(sorted(batch.partials, key=rank))
         queue = self._admissible(batch)
         # Who passes a prefill under way may not take all of the budget from it.
         kept = max(1, batch.budget // PASSED_SHARE)
@@ -533,7 +536,7 @@ class Scheduler:
     def _add_drafts(self, batch: _Batch) -> None:
         """Let rows that have caught up compute drafts as well, in what budget and blocks nobody wants.
 
-        No row, waiting request or block of another gives way to a draft, and the watermark stays.
+        Nobody is preempted or loses budget for a draft, and the watermark stays free.
         """
         if self._drafter is None or batch.budget == 0:
             return

@@ -62,6 +62,7 @@ def make_request(
     max_tokens: int = 8,
     attempt: int = 1,
     adapter: str | None = None,
+    n: int = 1,
 ) -> Generate:
     return Generate(
         request_id=name,
@@ -70,7 +71,7 @@ def make_request(
         tenant_id="t1",
         tenant_salt=b"salt",
         prompt_token_ids=prompt or [10, 11, 12],
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n),
         adapter_digest=adapter,
     )
 
@@ -137,7 +138,7 @@ async def run_replica(
     build_gate: threading.Event | None = None,
     step_s: float = 0.0,
     max_num_seqs: int = 32,
-    max_waiting: int = 64,
+    max_waiting: int = 96,
     **options: object,
 ) -> AsyncIterator[Replica]:
     config = EngineConfig(
@@ -560,6 +561,51 @@ async def test_what_a_gateway_repeats_does_not_pile_up_in_a_long_step(
     assert (await read_all(stream))[1].finish_reason == "abort"
 
 
+async def test_choices_stream_side_by_side_and_one_can_be_stopped(
+    replica: Replica, client: EngineClient
+) -> None:
+    replica.engine.executor.step_s = 0.002
+    stream = await client.generate(make_request(max_tokens=40, n=3))
+    ends: dict[int, TokenEvent] = {}
+    counts = {0: 0, 1: 0, 2: 0}
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in stream:
+            counts[event.index] += len(event.token_ids)
+            if event.index == 1 and counts[1] == 5:
+                stream.abort(as_stop=True, index=1)
+            if event.finish_reason is not None:
+                ends[event.index] = event
+
+    assert {index: event.finish_reason for index, event in ends.items()} == {
+        0: "length",
+        1: "stop",
+        2: "length",
+    }
+    assert counts[0] == counts[2] == 40
+    assert 5 <= counts[1] < 40
+    (usage,) = [event.usage for event in ends.values() if event.usage is not None]
+    assert usage == Usage(prompt_tokens=3, completion_tokens=sum(counts.values()))
+    (entry,) = (await client.read_journal(0)).entries
+    assert entry.usage == usage
+
+
+async def test_a_choice_is_stopped_once_whatever_is_repeated(
+    replica: Replica, client: EngineClient
+) -> None:
+    stream = await client.generate(make_request(max_tokens=1900, n=2))
+    replica.engine.executor.flowing.clear()
+    inbox = replica.server._loop._inbox
+    num_before = inbox.qsize()
+
+    for index in (0, 0, 1, 0, 1, 2, -1, 10**6) * 100:
+        stream.abort(as_stop=True, index=index)
+    await client.stats()  # all were taken
+
+    assert inbox.qsize() <= num_before + 2
+    replica.engine.executor.flowing.set()
+    assert (await read_all(stream))[1].finish_reason == "stop"
+
+
 async def test_abort_of_a_queued_request(folder: Path) -> None:
     async with (
         run_replica(folder, max_num_seqs=1) as replica,
@@ -947,6 +993,20 @@ def test_flags_come_from_the_environment_too(folder: Path) -> None:
     assert options.address == "ipc:///flag/wins"
 
 
+def test_the_prefix_caches_flags() -> None:
+    usual = ["--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x"]
+
+    _, default, options = read_options(usual, {})
+    assert (default.prefix_cache, default.prefix_cache_tenant_share) == (True, None)
+    assert options.events_address is None
+    assert not read_options([*usual, "--no-prefix-cache"], {})[1].prefix_cache
+    flags = ["--prefix-cache-tenant-share", "0.25", "--public-prefix-file", "/p.json"]
+    _, config, options = read_options([*usual, *flags, "--events-address", "ipc:///e"], {})
+    assert config.prefix_cache_tenant_share == 0.25
+    assert config.public_prefix_file == Path("/p.json")
+    assert options.events_address == "ipc:///e"
+
+
 def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -977,6 +1037,8 @@ def process_restored() -> Iterator[None]:
         (["--metrics-port-file", "/dev/null/port"], "--metrics-port-file /dev/null/port"),
         (["--redis-url", "nonsense"], "--redis-url"),
         (["--redis-url", "redis://host:port"], "--redis-url"),
+        (["--events-address", "tcp://127.0.0.1:0"], "--curve-secret-key-file"),
+        (["--events-address", "ipc://x"], "--events-address ipc://x"),
         (["--journal-dir", "/dev/null"], "--journal-dir /dev/null"),
         (["--journal-dir", "/dev/null/x"], "--journal-dir /dev/null/x"),
     ],

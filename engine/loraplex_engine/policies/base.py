@@ -7,7 +7,7 @@ from the largest. The scheduler sorts running requests once per step, so a rank 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """How many requests wait."""
+        ...
+
+    def has_place_for(self, tenant_id: str, num_places: int) -> bool:
+        """Whether a tenant may queue one more, of the `num_places` requests that still may."""
         ...
 
     def push(self, request: Request) -> None:
@@ -76,8 +80,16 @@ class Policy(Protocol):
         """Smaller is served first and preempted last."""
         ...
 
+    def prefill_rank(self, request: Request) -> Rank:
+        """The same for prefills, under way or waiting, which are apart: they take turns."""
+        ...
+
     def service_gap(self) -> ServiceGap | None:
         """None: this policy keeps no accounts."""
+        ...
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Assert that queue and accounts are sound, given who runs."""
         ...
 
 
@@ -89,6 +101,9 @@ class StaticPolicy:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def has_place_for(self, tenant_id: str, num_places: int) -> bool:
+        return num_places > 0
 
     def push(self, request: Request) -> None:
         insort(self._queue, request, key=self.rank)
@@ -125,5 +140,12 @@ class StaticPolicy:
     def rank(self, request: Request) -> Rank:
         raise NotImplementedError
 
+    def prefill_rank(self, request: Request) -> Rank:
+        return self.rank(request)
+
     def service_gap(self) -> ServiceGap | None:
         return None
+
+    def check(self, running: Sequence[Request]) -> None:
+        ranks = [self.rank(request) for request in self._queue]
+        assert ranks == sorted(ranks), "the queue is out of order"

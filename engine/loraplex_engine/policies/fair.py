@@ -3,8 +3,8 @@
 Each tenant has an account per priority class. It is charged for what the tenant is served, divided by
 the tenant's weight; the request to serve next is one of the tenant with the least on its account, so
 that tenants who always have something waiting are served in proportion to their weights, whatever the
-others send. A tenant who had nothing waiting comes back level with the least of those who wait: idling
-saves nothing up, and costs nothing.
+others send. A tenant who had nothing waiting comes back with as much on the account as whoever was
+served last had before that: it is next, but idling saves nothing up.
 
 Charges: INPUT_WEIGHT per prompt token, when a request is admitted (less what a cache hit spares it, and
 once however often it is preempted and computed anew); OUTPUT_WEIGHT per token put out.
@@ -13,14 +13,17 @@ Between classes the higher goes first, except that a class (`aging_s`) and a ten
 (TENANT_PATIENCE * aging_s) that have been passed over for so long get one turn: one request is next in
 line before all others, and runs as if of the highest class.
 
-Source: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2, theorem 4.4.
+Sources: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2, theorem 4.4; who
+comes back is levelled as in start-time fair queuing (Goyal et al., SIGCOMM 1996), which keeps the bound and
+lets a tenant who asks for little pass the next request of one who asks for all.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
@@ -31,6 +34,7 @@ from loraplex_engine.request import Request
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0  # a token decoded reads all weights for one row; a prompt's share them
 TENANT_PATIENCE = 10
+QUEUE_SHARE = 9  # queued requests of a tenant for each that still may be queued
 MAX_IDLE_ACCOUNTS = 1024  # in a class
 MAX_IDLE_CLASSES = 64
 
@@ -44,10 +48,10 @@ def max_charge(
     tenants of a class differ. The service that they get in any interval, divided by their weights,
     differs by at most twice as much.
 
-    A tenant's account is the least when a request of it is admitted; until its next admission it grows
-    only by what the requests that it then has running may still be charged. Each of these has a row and
-    at most `max_model_len` tokens; and where admission reserves, all their tokens fit the cache at once,
-    which makes this the paper's max(w_p * L_input, w_q * M).
+    A tenant's account is the least when a request of it is admitted, and nobody's falls below that later;
+    until its next admission it grows only by what the requests that it then has running may still be
+    charged. Each of these has a row and at most `max_model_len` tokens; and where admission reserves, all
+    their tokens fit the cache at once, which makes this the paper's max(w_p * L_input, w_q * M).
     """
     num_tokens = max_num_seqs * max_model_len
     if is_reserving:
@@ -77,27 +81,22 @@ class _Class:
     priority: int
     accounts: dict[str, _Account] = field(default_factory=dict)
     waiting: dict[str, _Account] = field(default_factory=dict)  # those with waiting requests
-    last_to_leave: _Account | None = None  # the queue of this class
+    # What was on the account of the tenant whose request was admitted last, before it was charged. It
+    # never falls, and everybody who waits and could be served has at least that much on the account.
+    virtual_time: float = 0.0
     waits_since_unix_s: float = 0.0  # as for an account
     forget_beyond: int = MAX_IDLE_ACCOUNTS
 
-    def least(self, besides: _Account) -> float | None:
-        """The least that those others have on their accounts who wait and could be served."""
-        counters = [
-            account.counter
-            for account in self.waiting.values()
-            if account is not besides and not account.is_blocked
-        ]
-        return min(counters, default=None)
+    def lift(self, account: _Account) -> None:
+        """Level an account that had no claim to what others got."""
+        account.counter = max(account.counter, self.virtual_time)
 
     def is_idle(self) -> bool:
         return not self.waiting and not any(a.num_running for a in self.accounts.values())
 
 
 class FairPolicy:
-    """See the module's header. Cost: O(waiting tenants) per step and per tenant that begins to wait,
-    O(log) per request looked at.
-    """
+    """See the module's header. Cost: O(waiting tenants) per step, O(log) per request looked at."""
 
     def __init__(self, aging_s: float, most_charged: float = math.inf) -> None:
         """Keep no accounts yet.
@@ -120,6 +119,19 @@ class FairPolicy:
 
     # --------------------------------------------------------------------------- the queue
 
+    def has_place_for(self, tenant_id: str, num_places: int) -> bool:
+        """Who has little in the queue always finds it open: a tenant may have so many times what is free
+        there, and no more. Alone it may so fill nine tenths of the queue, and of n that would each take
+        all, each gets 9 parts in 9n + 1, which leaves room for one who comes new.
+
+        Source: Choudhury and Hahne, Dynamic queue length thresholds, IEEE/ACM ToN 1998.
+        """
+        if num_places <= 0:
+            return False
+        accounts = (group.waiting.get(tenant_id) for group in self._classes.values())
+        num_own = sum(len(account.waiting) for account in accounts if account is not None)
+        return num_own < QUEUE_SHARE * num_places
+
     def push(self, request: Request) -> None:
         group, account = self._open_account(request)
         account.weight = request.generate.weight
@@ -129,9 +141,9 @@ class FairPolicy:
                 group.waits_since_unix_s = self._now_unix_s
             account.waits_since_unix_s = self._now_unix_s
             account.is_blocked = False
-            self._lift(group, account)
+            group.lift(account)
             group.waiting[account.tenant_id] = account
-        request.served_priority = None
+        request.served_priority = request.admitted_at_charge = None
         insort(account.waiting, request, key=_by_seq)
         self._num_waiting += 1
 
@@ -144,7 +156,6 @@ class FairPolicy:
         self._num_waiting -= 1
         if not account.waiting:
             del group.waiting[account.tenant_id]
-            group.last_to_leave = account
 
     def requests(self) -> Iterator[Request]:
         for group in self._classes.values():
@@ -166,16 +177,50 @@ class FairPolicy:
             bound=self._most_charged / self._least_weight,
         )
 
+    def check(self, running: Sequence[Request]) -> None:
+        num_running: Counter[tuple[int, str]] = Counter()
+        allowances: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for request in running:
+            key = (request.generate.priority, request.generate.tenant_id)
+            num_running[key] += 1
+            uncharged = OUTPUT_WEIGHT * (request.num_tokens - request.num_charged_tokens)
+            allowances[key] += self._allowance(request) + uncharged
+        num_waiting = 0
+        for group in self._classes.values():
+            for tenant_id, account in group.accounts.items():
+                key = (group.priority, tenant_id)
+                assert account.num_running == num_running.pop(key, 0), f"{key}: who runs?"
+                assert abs(account.allowance - allowances[key]) < 1e-6, f"{key}: a wrong promise"
+                assert (group.waiting.get(tenant_id) is account) == bool(account.waiting)
+                seqs = [request.seq for request in account.waiting]
+                assert seqs == sorted(set(seqs)), f"{key}: its queue is out of order"
+                num_waiting += len(seqs)
+        assert not num_running, "somebody runs without an account"
+        assert num_waiting == self._num_waiting
+
     def in_order(self) -> Iterator[Request]:
         yield from self._turns()
         for priority in sorted(self._classes, reverse=True):
             yield from self._fair_order(self._classes[priority].waiting.values())
 
     def rank(self, request: Request) -> Rank:
-        priority = request.generate.priority
-        account = self._classes[priority].accounts[request.generate.tenant_id]
+        """Blocks are taken back from the tenant who has had most."""
+        _, account = self._find_account(request)
+        return (-self._priority(request), account.counter, request.seq)
+
+    def prefill_rank(self, request: Request) -> Rank:
+        """A prefill keeps the place in which it was admitted, whatever its tenant is charged meanwhile;
+        but who comes back, level with the tenant that was served last, passes what that has under way.
+        """
+        _, account = self._find_account(request)
+        start = request.admitted_at_charge
+        if start is None:
+            start = account.counter
+        return (-self._priority(request), start, account.counter, request.seq)
+
+    def _priority(self, request: Request) -> int:
         served = request.served_priority
-        return (-(priority if served is None else served), account.counter, request.seq)
+        return request.generate.priority if served is None else served
 
     def _fair_order(self, accounts: Iterable[_Account]) -> Iterator[Request]:
         """The requests of tenants who wait in one class: of the least account, the earliest first."""
@@ -230,14 +275,16 @@ class FairPolicy:
         group, account = self._find_account(request)
         if account.is_blocked:
             account.is_blocked = False
-            self._lift(group, account)
-        ahead = 0.0
-        if request.served_priority is not None:  # it may not be the least
-            ahead = max(0.0, account.counter - (group.least(account) or account.counter))
+            group.lift(account)
+        if request.served_priority is None:  # else it may not be the least
+            assert account.counter >= group.virtual_time, "somebody with less was passed over"
+            group.virtual_time = account.counter
+        ahead = max(0.0, account.counter - group.virtual_time)
         self.remove(request)
         first = max(request.num_charged_tokens, request.num_computed_tokens)
         prompt = INPUT_WEIGHT * max(0, request.num_prompt_tokens - first)
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_prompt_tokens)
+        request.admitted_at_charge = account.counter
         account.num_running += 1
         account.allowance += self._allowance(request)
         promised = (prompt + account.allowance) / account.weight
@@ -264,14 +311,6 @@ class FairPolicy:
         """What a request may still be charged for output."""
         num_most = request.num_prompt_tokens + request.sampling.max_tokens
         return OUTPUT_WEIGHT * (num_most - request.num_tokens)
-
-    def _lift(self, group: _Class, account: _Account) -> None:
-        """Level an account that had no claim with the least of those that have."""
-        least = group.least(account)
-        if least is None and group.last_to_leave is not None:
-            least = group.last_to_leave.counter
-        if least is not None:
-            account.counter = max(account.counter, least)
 
     def _find_account(self, request: Request) -> tuple[_Class, _Account]:
         group = self._classes[request.generate.priority]
