@@ -18,7 +18,7 @@ from loraplex_engine.build import AssembledEngine, assemble_engine
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 
-from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
+from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter, native_cache_dir
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 DEADLINE_S = 60.0
@@ -33,7 +33,8 @@ class Tenants:
         self._count = 0
 
     def publish(self, folder: Path, **adapter: Any) -> AdapterArtifact:
-        artifact = make_adapter(folder, self.shape, linears=ALL_LINEARS, **adapter)
+        linears = [*ALL_LINEARS, *OUTSIDE]
+        artifact = make_adapter(folder, self.shape, linears=linears, **adapter)
         self.store.put(folder, artifact.digest)
         return artifact
 
