@@ -133,9 +133,11 @@ class EngineStream:
         self._is_over = item.usage is not None
         return item
 
-    def abort(self, *, as_stop: bool = False, is_platform_fault: bool = False) -> None:
+    def abort(
+        self, *, as_stop: bool = False, is_platform_fault: bool = False, index: int | None = None
+    ) -> None:
         """Ask the replica to stop; see `EngineClient.abort`."""
-        self._client.abort(self.request_id, self.attempt, as_stop, is_platform_fault)
+        self._client.abort(self.request_id, self.attempt, as_stop, is_platform_fault, index=index)
 
     def deliver(self, item: TokenEvent | EngineLostError) -> None:
         """Called by the client's receive loop."""

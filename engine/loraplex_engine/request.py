@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from loraplex_engine.kv.hashing import BlockChain
 from loraplex_engine.protocol import FinishReason, Generate, SamplingParams, Usage
-from loraplex_engine.structured.matcher import Compilation, Matcher
+
+if TYPE_CHECKING:  # numpy comes with it, which the server must not load before it set its threads
+    from loraplex_engine.kv.hashing import BlockChain
+    from loraplex_engine.structured.matcher import Compilation, Matcher
 
 Identity = tuple[str, int]  # (request_id, attempt)
 
@@ -80,7 +83,9 @@ class Request:
     # Under a grammar; both outlive preemption (`structured/rows.py`).
     compilation: Compilation | None = field(default=None, repr=False)
     matcher: Matcher | None = field(default=None, repr=False)  # made when it first samples
-    failure: Ending | None = None  # of its grammar, in the step in flight: it ends when that is done
+    failure: Ending | None = (
+        None  # of its grammar, in the step in flight: it ends when that is done
+    )
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.generate.prompt_token_ids)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import zmq
 from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.block_events import TOPIC, BlockMirror, decode_batch
 from loraplex_engine.build import assemble_engine, build_engine
 from loraplex_engine.client import EngineClient, EngineRejectedError
 from loraplex_engine.config import EngineConfig
@@ -79,9 +81,18 @@ class Replica:
 async def replica(folder: Path, digests: list[str]) -> AsyncIterator[Replica]:
     config = make_config(folder)
     options = ServerOptions(
-        address=f"ipc://{folder}/run/e.sock", replica_id="e0", journal_dir=folder / "journal"
+        address=f"ipc://{folder}/run/e.sock",
+        replica_id="e0",
+        journal_dir=folder / "journal",
+        events_address=f"ipc://{folder}/run/events.sock",
     )
-    server = EngineServer(config, options, lambda: assemble_engine(config, cache=folder / "cache"))
+    server = EngineServer(
+        config,
+        options,
+        lambda: assemble_engine(
+            config, cache=folder / "cache", publish_block_event=server.publish_block_event
+        ),
+    )
     server.start()
     async with EngineClient(options.address, gateway_id="g", heartbeat_s=0.05) as client:
         await client.connect()
@@ -167,6 +178,34 @@ async def test_a_mixed_crowd_with_random_aborts_equals_alone_and_leaves_nothing(
     assert len(stats.adapters_resident) == 2
     assert set(stats.adapters_host) == set(digests)
     assert sum(e.usage.completion_tokens for e in entries) == stats.generation_tokens_total
+
+
+async def test_what_was_computed_is_found_billed_as_cached_and_published(
+    replica: Replica, digests: list[str]
+) -> None:
+    prompt = list(range(3, 60))
+    assert replica.server.events_address is not None
+
+    usages = []
+    for index, adapter in enumerate([None, digests[0], None, digests[0], digests[1]]):
+        events = await run(replica.client, make_request(f"r{index}", prompt, adapter, 4))
+        usages.append(events[-1].usage)
+
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 0, 48, 48, 0]
+    entries = (await replica.client.read_journal(0)).entries
+    assert [entry.usage for entry in entries[-5:]] == usages
+    stats = await replica.client.stats()
+    assert stats.prefix_cache_query_tokens_total == 5 * 57
+    assert stats.prefix_cache_hit_tokens_total == 2 * 48
+    mirror = BlockMirror()
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(replica.server.events_address)
+        socket.subscribe(TOPIC)
+        while not mirror.is_in_sync:
+            assert await asyncio.to_thread(socket.poll, int(DEADLINE_S) * 1000)
+            mirror.apply(decode_batch(socket.recv_multipart()[1]))
+    assert len(mirror.blocks) == 3 * 3
+    assert {block.adapter_digest for block in mirror.blocks.values()} == {None, *digests[:2]}
 
 
 async def test_adapters_that_are_missing_or_malformed(replica: Replica, folder: Path) -> None:
