@@ -18,14 +18,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from loraplex_engine.attention.setup import open_attention
-from loraplex_engine.build import NoAdapters
 from loraplex_engine.config import EngineConfig, Speculative
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.protocol import Generate, SamplingParams
-from loraplex_engine.runner import build_runner, load_model
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -93,6 +89,12 @@ def _requests(tokenizer: Tokenizer, workload: str, batch: int, max_tokens: int) 
 
 def _cores(config: EngineConfig) -> dict[str, EngineCore]:
     """One core per mode, over the same weights."""
+    # Here, so that `main` has set OpenMP's waiting before it is loaded.
+    import torch
+    from loraplex_engine.attention.setup import open_attention
+    from loraplex_engine.build import NoAdapters
+    from loraplex_engine.runner import build_runner, load_model
+
     model, sizes = load_model(config)
     cores = {}
     for mode in MODES:
@@ -183,6 +185,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--out", type=Path, help="write all runs there, as JSON")
     args = parser.parse_args()
+    # As the server does: beside other processes, threads that spin at a barrier take each other's time.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     cores = _cores(
         EngineConfig(
@@ -224,7 +229,7 @@ def main() -> None:
     console.print(_table(runs))
     console.print(
         f"texts: {'the same in every setting' if not num_different else 'THEY DIFFER'}; "
-        f"{args.max_tokens} tokens a request, {args.rounds} rounds, {torch.get_num_threads()} threads"
+        f"{args.max_tokens} tokens a request, {args.rounds} rounds"
     )
     if args.out is not None:
         args.out.write_text(json.dumps([asdict(run) for run in runs], indent=2))
