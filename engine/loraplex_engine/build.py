@@ -29,6 +29,7 @@ from loraplex_engine.protocol import EngineStats
 from loraplex_engine.row_rule import check_row_rule
 from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
+from loraplex_engine.sampling.setup import open_survivors
 from loraplex_engine.step import AdapterPool
 from loraplex_engine.step_loop import ReplicaFacts
 from loraplex_engine.structured.compiler import GrammarCompiler
@@ -181,6 +182,7 @@ def assemble_engine(
         attention=attention,
         lora=lora.backend if lora else None,
         slots=lora.pool if lora else None,
+        survivors=open_survivors(cache),
     )
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")

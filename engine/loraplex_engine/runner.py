@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from loraplex_kernels.cpu.gumbel import GumbelSurvivors
 from torch import Tensor
 
 from loraplex_engine.attention.base import AttentionBackend, AttentionBatch
@@ -63,6 +64,7 @@ class ModelRunner:
         *,
         lora: LoraBackend | None = None,
         slots: SlotTable | None = None,
+        survivors: GumbelSurvivors | None = None,
     ) -> None:
         assert (lora is None) == (slots is None), "a LoRA backend and its slots come together"
         self.model = model
@@ -72,6 +74,7 @@ class ModelRunner:
         self.last_step_s = 0.0
         self._lora = lora
         self._slots = slots
+        self._survivors = survivors
         self._step_lora: LoraBatch | None = None  # of all rows of the step
         self._results: deque[StepResult] = deque()
         rows, blocks = limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
@@ -223,7 +226,7 @@ class ModelRunner:
                 strict=True,
             )
         ]
-        sampled = sample(logits_RV.float().numpy(), rows_R)
+        sampled = sample(logits_RV.float().numpy(), rows_R, self._survivors)
 
         # A draft stands where the token sampled in its place would be stored.
         is_met_R = self._token_ids[row_R, known_R] == sampled.token_ids_R
@@ -327,6 +330,7 @@ def build_runner(
     attention: AttentionBackend[Any] | None = None,
     lora: LoraBackend | None = None,
     slots: SlotTable | None = None,
+    survivors: GumbelSurvivors | None = None,
 ) -> ModelRunner:
     """A runner with a KV cache of `sizes`.
 
@@ -343,4 +347,4 @@ def build_runner(
         attention = TorchAttention(
             model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
         )
-    return ModelRunner(model, attention, limits, lora=lora, slots=slots)
+    return ModelRunner(model, attention, limits, lora=lora, slots=slots, survivors=survivors)

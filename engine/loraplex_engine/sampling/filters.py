@@ -16,6 +16,7 @@ from loraplex_engine.sampling.noise import Float64Array, Int64Array
 
 # A nucleus is looked for among this many ids first; nearly all are smaller.
 _NUCLEUS_GUESS = 1024
+_NUCLEUS_GROWTH = 4  # then among so many times as many
 # Colder than this, fp32 logits that differ at all differ by more than noise: the same as greedy, without
 # overflow in the divisions.
 _COLDEST = 1e-7
@@ -47,11 +48,12 @@ def _nucleus(logits_V: Float32Array, params: SamplingParams) -> Int64Array | Non
     ids = most_likely(logits_V, params.top_k if has_top_k else min(_NUCLEUS_GUESS, size))
     if params.top_p >= 1.0:
         return ids
-    log_total = log_sum_exp(logits_V[ids] if has_top_k else logits_V, temperature_of(params))
-    reached = _reached(logits_V[ids], temperature_of(params), log_total)
-    if not has_top_k and ids.size < size and reached[-1] < params.top_p:
-        ids = most_likely(logits_V, size)
-        reached = _reached(logits_V[ids], temperature_of(params), log_total)
+    temperature = temperature_of(params)
+    log_total = log_sum_exp(logits_V[ids] if has_top_k else logits_V, temperature)
+    reached = _reached(logits_V[ids], temperature, log_total)
+    while not has_top_k and ids.size < size and reached[-1] < params.top_p:
+        ids = most_likely(logits_V, min(ids.size * _NUCLEUS_GROWTH, size))
+        reached = _reached(logits_V[ids], temperature, log_total)
     # An id stays if those before it fall short of p: at least one always does.
     count = 1 + int(np.searchsorted(reached[:-1], params.top_p, side="left"))
     return ids[:count]

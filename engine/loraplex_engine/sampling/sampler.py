@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from loraplex_kernels.cpu.gumbel import GumbelSurvivors
 
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.sampling.edits import Float32Array, RowRules, edited
@@ -31,6 +32,8 @@ from loraplex_engine.step import BoolArray, Int32Array, UInt32Array
 
 # Candidates drawn at once: bounds scratch memory (about 100 bytes each) and keeps it in cache.
 _CANDIDATES_AT_ONCE = 1 << 17
+# With fewer of them numpy is as fast as the native filter.
+_MANY_CANDIDATES = 512
 # Far more than the rounding of the bound below, far less than would let many more ids through.
 _SLACK = 1e-3
 
@@ -57,8 +60,14 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # row -> for rows that asked and have a token
 
 
-def sample(logits_RV: Float32Array, rows_R: Sequence[SampleRow]) -> Sampled:
-    """Draw one token per row; `logits_RV` (rows contiguous) is not changed."""
+def sample(
+    logits_RV: Float32Array, rows_R: Sequence[SampleRow], survivors: GumbelSurvivors | None = None
+) -> Sampled:
+    """Draw one token per row; `logits_RV` (rows contiguous) is not changed.
+
+    Args:
+        survivors: finds the ids that can win faster; the outcome is the same without.
+    """
     num_rows = len(rows_R)
     assert logits_RV.shape[0] == num_rows
     is_finite_R: BoolArray = np.all(np.isfinite(logits_RV), axis=1)
@@ -82,7 +91,10 @@ def sample(logits_RV: Float32Array, rows_R: Sequence[SampleRow]) -> Sampled:
     ]
     if drawn:
         token_ids_R[drawn] = _draw(
-            [scores_R[index] for index in drawn], best_R[drawn], [rows_R[index] for index in drawn]
+            [scores_R[index] for index in drawn],
+            best_R[drawn],
+            [rows_R[index] for index in drawn],
+            survivors,
         )
     logprobs = {
         index: token_logprobs(logits_RV[index], int(token_ids_R[index]), row.params.logprobs)
@@ -104,7 +116,10 @@ def token_logprobs(logits_V: Float32Array, token_id: int, num_top: int) -> Token
 
 
 def _draw(
-    scores_D: Sequence[Float32Array], best_D: Int64Array, rows_D: Sequence[SampleRow]
+    scores_D: Sequence[Float32Array],
+    best_D: Int64Array,
+    rows_D: Sequence[SampleRow],
+    survivors: GumbelSurvivors | None,
 ) -> Int64Array:
     """One id for each row, in groups of bounded size."""
     seed_D = np.asarray([row.params.seed for row in rows_D], np.uint64)
@@ -115,9 +130,9 @@ def _draw(
     )
     # The best id's own score is a floor for the winner's; relative to the highest it is its noise.
     floor_D = gumbel(random_bits(seed_D, position_D, np.arange(len(rows_D)), best_D))
-    needed_D = highest_D + (floor_D - MAX_GUMBEL - _SLACK) * temperature_D
     token_D = best_D.copy()
-    for place_N, id_N, logit_N in _grouped(_candidates(scores_D, rows_D, needed_D)):
+    candidates = _candidates(scores_D, rows_D, highest_D, floor_D, survivors)
+    for place_N, id_N, logit_N in _grouped(candidates):
         noise = gumbel(random_bits(seed_D, position_D, place_N, id_N))
         # Relative to the highest, so that no temperature however small makes an infinity of it.
         score = (logit_N - highest_D[place_N]) / temperature_D[place_N] + noise
@@ -128,15 +143,35 @@ def _draw(
 
 
 def _candidates(
-    scores_D: Sequence[Float32Array], rows_D: Sequence[SampleRow], needed_D: Float64Array
+    scores_D: Sequence[Float32Array],
+    rows_D: Sequence[SampleRow],
+    highest_D: Float64Array,
+    floor_D: Float64Array,
+    survivors: GumbelSurvivors | None,
 ) -> Iterator[tuple[Int64Array, Float64Array]]:
     """Per row, ascending, the ids that filters leave and noise can lift to the top; their logits."""
-    for scores_V, row, needed in zip(scores_D, rows_D, needed_D, strict=True):
+    for scores_V, row, highest, floor in zip(scores_D, rows_D, highest_D, floor_D, strict=True):
+        temperature = temperature_of(row.params)
+        needed = highest + (floor - MAX_GUMBEL - _SLACK) * temperature
         kept = kept_ids(scores_V, row.params)
         if kept is None:
             ids = np.flatnonzero(scores_V >= needed)
         else:
             ids = np.sort(kept[scores_V[kept] >= needed])
+        if survivors is not None and ids.size > _MANY_CANDIDATES:
+            possible_V = scores_V
+            if kept is not None:
+                possible_V = np.full_like(scores_V, -np.inf)
+                possible_V[ids] = scores_V[ids]
+            found = survivors(
+                possible_V,
+                highest=float(highest),
+                temperature=temperature,
+                seed=row.params.seed,
+                position=row.position,
+                floor=float(floor),
+            )
+            ids = ids if found is None else found
         yield ids, scores_V[ids].astype(np.float64)
 
 
