@@ -217,7 +217,12 @@ SCHEMAS: list[Any] = [
     _object({"matrix": _array(_array(_COUNT, 3, 3), 2, 2)}),
     _object({"flags": _array({"type": "boolean"}, 5, 2)}),
     _object({"shade": {"enum": ["red", "green", "blue", 7, None, True]}}),
-    {"type": "object", "additionalProperties": _COUNT, "maxProperties": 2},
+    {
+        "type": "object",
+        "patternProperties": {"^[a-z]{1,4}$": _COUNT},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     {
         "type": "object",
         "patternProperties": {"^k[0-9]$": _WORD},
