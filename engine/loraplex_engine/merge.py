@@ -94,7 +94,7 @@ def merge(
         adapter, limits=AdapterLimits(max_rank=MAX_LORA_RANK, max_norm=float("inf"))
     )
     shape = ModelShape.from_config_json(base / "config.json")
-    check_fits(artifact, shape)
+    check_fits(artifact, shape, base=base)
     plan = _make_plan(artifact, shape)
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,11 @@ from tests.support.tiny_model import TinyShape, load_oracle, write_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+# What PEFT itself can merge into a base of its own.
+MERGEABLE = {
+    f"adapter_config.{name}"
+    for name in ("use_dora", "modules_to_save", "bias", "lora_bias", "trainable_token_indices")
+}
 MODULES = [
     "model.embed_tokens",
     "lm_head",
@@ -198,7 +203,8 @@ def test_features_not_served_are_refused_as_peft_saves_them(
         read_adapter(tmp_path / "a", limits=AdapterLimits())
 
     assert caught.value.field == field
-    assert caught.value.remedy
+    advice = "merge_and_unload" if field in MERGEABLE else "rain"
+    assert advice in caught.value.remedy or "onvert" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -269,18 +275,44 @@ def test_a_tied_pair_must_be_one(model_dir: Path, tmp_path: Path) -> None:
         check_fits(artifact, msgspec.structs.replace(shape, is_tied=False))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_copy_of_the_base_that_peft_adds_is_refused_with_advice(
-    model_dir: Path, tmp_path: Path, target: str
+def test_the_copy_of_the_base_that_peft_adds_must_be_one(
+    tmp_path: Path, target: str, is_tied: bool
 ) -> None:
-    base = load_oracle(model_dir, torch.float32)
+    """save_pretrained adds it by default; it would be loaded over the base's own weight."""
+    base_dir = write_tiny_model(
+        tmp_path / "base", TinyShape(is_tied=is_tied, dtype=torch.bfloat16), max_shard_size="40KB"
+    )
+    base = load_oracle(base_dir, torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=[target]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "a")
-    (tmp_path / "a" / "README.md").unlink()
+    model.save_pretrained(tmp_path / "b", save_embedding_layers=False)
+    for name in ("a", "b"):
+        (tmp_path / name / "README.md").unlink()
+    tensors = load_file(tmp_path / "a" / TENSORS_FILE)
+    (copy,) = (name for name in tensors if "base_layer" in name)
+    shape = ModelShape.from_config_json(base_dir / "config.json")
 
-    with pytest.raises(ArtifactError, match="save_embedding_layers=False"):
-        read_adapter(tmp_path / "a", limits=AdapterLimits())
+    artifact, without = (
+        read_adapter(tmp_path / name, limits=AdapterLimits()) for name in ("a", "b")
+    )
+    check_fits(artifact, shape, base=base_dir)
+    assert artifact.digest == without.digest
+    assert artifact.tensors.keys() == without.tensors.keys()
+    assert list(artifact.base_copies) == [copy]
+
+    for changed in (tensors[copy].clone(), tensors[copy][:-1].clone()):
+        changed[-1, -1] += 0.25
+        save_file({**tensors, copy: changed}, tmp_path / "a" / TENSORS_FILE)
+        stale = read_adapter(tmp_path / "a", limits=AdapterLimits())
+        with pytest.raises(ArtifactError, match="has other ones") as caught:
+            check_fits(stale, shape, base=base_dir)
+        assert "save_embedding_layers=False" in caught.value.remedy
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

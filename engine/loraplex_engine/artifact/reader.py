@@ -22,6 +22,7 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from loraplex_engine.artifact.base_copy import BASE_COPIES
 from loraplex_engine.artifact.config import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -30,7 +31,7 @@ from loraplex_engine.artifact.config import (
 )
 from loraplex_engine.artifact.errors import ArtifactError
 from loraplex_engine.artifact.limits import AdapterLimits, PatternClock
-from loraplex_engine.artifact.tensors import TensorView, read_tensors
+from loraplex_engine.artifact.tensors import SAVE_AGAIN, TensorView, read_tensors
 
 CONFIG_FILE: Final = "adapter_config.json"
 TENSORS_FILE: Final = "adapter_model.safetensors"
@@ -59,9 +60,8 @@ _FOREIGN_NAMES: Final[tuple[tuple[str, str, str], ...]] = (
     ("token_adapter", "trained token embeddings are not served.", "Train without new tokens."),
     (
         ".base_layer.",
-        "it is a copy of the base's weights, which PEFT adds when embed_tokens or lm_head is targeted; "
-        "the base itself is used here.",
-        "Save with save_pretrained(folder, save_embedding_layers=False).",
+        "it is a weight of the base, which all tenants share.",
+        "Save with save_pretrained, which leaves the base's weights out.",
     ),
     (
         "embed_tokens",
@@ -129,7 +129,8 @@ class AdapterArtifact:
     """A checked adapter, whole in memory; independent of the folder it came from."""
 
     config: AdapterConfig
-    tensors: Mapping[str, TensorView]
+    tensors: Mapping[str, TensorView]  # without `base_copies`
+    base_copies: Mapping[str, TensorView]  # which say nothing, if they are that: see `base_copy.py`
     pairs: Mapping[ModuleName, LoraPair]  # in layer order, those outside of layers first
     digest: str  # "sha256:<64 hex>"
     rank_max: int
@@ -174,7 +175,11 @@ def read_adapter(folder: Path, *, limits: AdapterLimits) -> AdapterArtifact:
     config_bytes = _read_file(folder / CONFIG_FILE, limits.max_config_bytes)
     model_bytes = _read_file(folder / TENSORS_FILE, limits.max_model_bytes)
     config = parse_adapter_config(bytes(config_bytes), limits=limits)
-    tensors = read_tensors(model_bytes, limits=limits)
+    all_tensors = read_tensors(model_bytes, limits=limits)
+    base_copies = {name: all_tensors[name] for name in BASE_COPIES if name in all_tensors}
+    tensors = {name: view for name, view in all_tensors.items() if name not in base_copies}
+    if not tensors:
+        raise ArtifactError("adapter_model", "it holds no LoRA tensors.", SAVE_AGAIN)
     pairs = _pair_up(config, tensors, limits)
     norms = _check_values(pairs, limits)
     num_parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -182,6 +187,7 @@ def read_adapter(folder: Path, *, limits: AdapterLimits) -> AdapterArtifact:
     return AdapterArtifact(
         config=config,
         tensors=tensors,
+        base_copies=base_copies,
         pairs=pairs,
         digest=_digest(config, tensors),
         rank_max=rank_max,
@@ -192,7 +198,9 @@ def read_adapter(folder: Path, *, limits: AdapterLimits) -> AdapterArtifact:
         checks=(
             Check(name="files", detail=f"{CONFIG_FILE} and {TENSORS_FILE}, no pickle"),
             Check(name="config", detail="plain LoRA, every field understood"),
-            Check(name="header", detail=f"{len(tensors)} tensors, ranges cover the file exactly"),
+            Check(
+                name="header", detail=f"{len(all_tensors)} tensors, ranges cover the file exactly"
+            ),
             Check(name="pairs", detail=f"{len(pairs)} complete A/B pairs, none unused"),
             Check(name="rank", detail=f"largest {rank_max}, cap {limits.max_rank}"),
             Check(name="finite", detail=f"{num_parameters} values, no NaN or Inf"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from loraplex_engine.artifact.base_copy import check_base_copies
 from loraplex_engine.artifact.errors import ArtifactError
 from loraplex_engine.artifact.limits import AdapterLimits, PatternClock
 from loraplex_engine.artifact.reader import (
@@ -90,13 +91,22 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_fits(
-    artifact: AdapterArtifact, shape: ModelShape, *, limits: AdapterLimits | None = None
+    artifact: AdapterArtifact,
+    shape: ModelShape,
+    *,
+    limits: AdapterLimits | None = None,
+    base: Path | None = None,
 ) -> Fit:
     """Check every pair against the base's layers, and that no targeted module lacks its pair.
 
+    Args:
+        base: the base's folder, to compare copies of its weights with; None: they were compared before,
+            and are left out.
+
     Raises:
-        ArtifactError: a layer the base does not have, a wrong shape, a missing pair, or patterns that
-            take longer than the limits (None: the defaults) allow.
+        ArtifactError: a layer the base does not have, a wrong shape, a missing pair, another base's
+            weights, or patterns that take longer than the limits (None: the defaults) allow.
+        ModelError: the base cannot be read.
     """
     clock = PatternClock(limits or AdapterLimits())
     for module, pair in artifact.pairs.items():
@@ -126,6 +136,8 @@ def check_fits(
                 OTHER_BASE,
             )
         clock.check()
+    if base is not None:
+        check_base_copies(artifact.base_copies, base)
     if is_tying:
         _check_tied(artifact.pairs[EMBEDDING], artifact.pairs[HEAD])
     num_outside = sum(module.layer == OUTSIDE for module in artifact.pairs)

@@ -40,7 +40,7 @@ def check(folder: Path, base_config: Path, limits: AdapterLimits) -> dict[str, A
     shape = ModelShape.from_config_json(base_config)
     try:
         artifact = read_adapter(folder, limits=limits)
-        fit = check_fits(artifact, shape)
+        fit = check_fits(artifact, shape, base=base_config.parent)
     except ArtifactError as error:
         return {
             "ok": False,

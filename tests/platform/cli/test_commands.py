@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from loraplex_platform.cli import app
+from loraplex_platform.cli import adapter_commands, app
 from loraplex_platform.tenancy.keys import parse
 from typer.testing import CliRunner
 
@@ -26,6 +26,7 @@ COMMANDS = (
     ("adapters", "upload"),
     ("adapters", "list"),
     ("adapters", "deploy"),
+    ("adapters", "merge"),
     ("keys", "create"),
     ("keys", "revoke"),
     ("keys", "mint-admin"),
@@ -40,6 +41,7 @@ WITH_EXAMPLES = {
     ("adapters", "upload"),
     ("adapters", "list"),
     ("adapters", "deploy"),
+    ("adapters", "merge"),
     ("keys", "create"),
     ("keys", "revoke"),
     ("keys", "mint-admin"),
@@ -160,6 +162,19 @@ def test_an_upload_of_something_else_is_refused_before_it_is_sent(tmp_path: Path
 
     assert code == 1
     assert "has no adapter_config.json" in errors
+
+
+def test_merge_becomes_the_engines_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is not loaded here."""
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        adapter_commands, "exec_module", lambda module, arguments: calls.append((module, arguments))
+    )
+
+    code, _, _ = run("adapters", "merge", "a", "--model", "m", "--out", "o", "--force")
+
+    assert code == 0
+    assert calls == [("loraplex_engine.merge", ["a", "--model", "m", "--out", "o", "--force"])]
 
 
 def test_a_minted_admin_key_is_a_good_one() -> None:
