@@ -1,0 +1,391 @@
+"""The exactness matrix: whatever an engine does to be fast, a request's tokens and logprobs keep their bits.
+
+Every request of `CASES` runs alone on an engine with nothing switched on. Then all of them run through
+each column of the matrix (crowds, hostile neighbours, found prefixes, small chunks, preemption, drafts,
+other blocks, and all of it at once), in float32 and bfloat16, on the native and the torch backends. Each
+column says what must have happened, so that none passes by doing nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+import torch
+from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.attention.setup import open_attention
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.kv.setup import open_prefix_cache
+from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
+from loraplex_engine.runner import ModelRunner, build_runner, load_model
+from loraplex_engine.speculative import Ask, Proposer
+from loraplex_kernels.cpu.build import NativeBuildError
+
+from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter, native_cache_dir
+from tests.support.choice_outcomes import collect_choices
+from tests.support.engine_fakes import make_request
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+VOCAB = TinyShape().vocab_size
+EOS = 2
+DEADLINE_S = 200.0
+
+GREEDY = SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True, logprobs=2)
+SEEDED = SamplingParams(
+    max_tokens=18, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True, logprobs=0
+)
+EDITED = SamplingParams(
+    max_tokens=22,
+    temperature=1.1,
+    top_k=60,
+    min_p=0.01,
+    seed=12,
+    repetition_penalty=1.2,
+    presence_penalty=0.4,
+    frequency_penalty=0.6,
+    logit_bias={5: 1.5, 9: -3.0},
+    min_tokens=8,
+    stop_token_ids=tuple(range(0, VOCAB, 5)),
+    bad_words_token_ids=((7, 8), (13,)),
+    logprobs=3,
+)
+THREE = msgspec.structs.replace(SEEDED, n=3, max_tokens=9)
+
+# Name -> (sampling, adapter, prompt tokens). "inner" and "outer": see `digests`.
+CASES: dict[str, tuple[SamplingParams, str | None, int]] = {
+    "greedy-base": (GREEDY, None, 61),
+    "seeded-base": (SEEDED, None, 16),
+    "greedy-inner": (GREEDY, "inner", 45),
+    "seeded-outer": (SEEDED, "outer", 33),
+    "edited-base": (EDITED, None, 7),
+    "edited-outer": (EDITED, "outer", 80),
+    "three-inner": (THREE, "inner", 37),
+}
+
+Answer = dict[int, tuple[list[int], list[Any], str]]  # by choice
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A model, its adapters, and what computes them."""
+
+    folder: Path
+    digests: dict[str, str]
+    backend: Literal["native", "torch"]
+    dtype: Literal["float32", "bfloat16"]
+    kernels: Path
+    opened: list[Lora] = field(default_factory=list)
+
+    def core(
+        self, *, proposer: Proposer | None = None, churn: bool = False, **settings: Any
+    ) -> EngineCore:
+        plain: dict[str, Any] = {"speculative": "off", "prefix_cache": False, "num_blocks": 192}
+        config = EngineConfig(
+            model_dir=self.folder / "model",
+            base_model="tiny",
+            max_model_len=160,
+            num_threads=1,
+            dtype=self.dtype,
+            **plain | settings,
+        )
+        model, sizes = load_model(config)
+        lora = open_lora(
+            store_url=f"file://{self.folder}/store",
+            shape=ModelShape.from_config_json(config.model_dir / "config.json"),
+            cache_dir=self.kernels,
+            max_loras=len(self.digests),
+            max_cpu_loras=len(self.digests),
+            backend=self.backend,
+        )
+        self.opened.append(lora)
+        attention = open_attention(
+            model.attention_shape,
+            num_blocks=sizes.num_blocks,
+            block_size=config.block_size,
+            cache_dir=self.kernels,
+            num_threads=torch.get_num_threads(),
+            backend=self.backend,
+        )
+        runner = build_runner(
+            config, model, sizes, attention=attention, lora=lora.backend, slots=lora.pool
+        )
+        if churn:
+            _poison(runner)
+        return build_core(
+            config,
+            sizes,
+            runner,
+            lora.pool,
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            prefix_cache=open_prefix_cache(
+                config, sizes, model_fingerprint="tiny", kv_format="test", vocab_size=VOCAB
+            ),
+            proposer=proposer,
+        )
+
+    def requests(self, suffix: str = "") -> list[Generate]:
+        """One per case, prompts of their own."""
+        made = []
+        for index, (name, (sampling, adapter, length)) in enumerate(CASES.items()):
+            draw = random.Random(index)
+            prompt = [draw.randrange(3, VOCAB) for _ in range(length)]
+            made.append(
+                msgspec.structs.replace(
+                    make_request(name + suffix, prompt),
+                    sampling=sampling,
+                    adapter_digest=None if adapter is None else self.digests[adapter],
+                )
+            )
+        return made
+
+    def neighbours(self, count: int) -> list[Generate]:
+        """Strangers of all lengths, on every adapter there is, the hostile one among them."""
+        draw = random.Random(count)
+        adapters = [None, *self.digests.values()]
+        return [
+            msgspec.structs.replace(
+                make_request(
+                    f"n{index}",
+                    [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 90))],
+                    max_tokens=draw.randrange(1, 20),
+                    seed=index,
+                    tenant=f"tenant {index % 5}",
+                ),
+                adapter_digest=adapters[index % len(adapters)],
+            )
+            for index in range(count)
+        ]
+
+
+def _poison(runner: ModelRunner) -> None:
+    """Whatever no request has written is not a number."""
+    for kv in runner.kv_layers:
+        kv[:-1] = float("nan")  # the last slot may be the backend's own
+
+
+@dataclass
+class LyingOracle:
+    """Drafts what plain decoding said, one in five wrong, for requests whose answer it knows."""
+
+    truths: dict[tuple[int, ...], list[int]]  # prompt -> prompt and answer of choice 0
+    draw: random.Random = field(default_factory=lambda: random.Random(8))
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: Ask) -> list[int]:
+        known = list(ask.token_ids)
+        for truth in self.truths.values():
+            if truth[: len(known)] == known:
+                ahead = truth[len(known) :][: ask.max_drafts]
+                return [(t + 1) % VOCAB if self.draw.random() < 0.2 else t for t in ahead]
+        return []
+
+    def forget(self, key: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exact")
+    (root / "model").mkdir()
+    write_tiny_model(root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def digests(folder: Path) -> dict[str, str]:
+    """inner: every linear of a layer; outer: embedding and head too; hostile: finite, and overflows."""
+    shape = ModelShape.from_config_json(folder / "model" / "config.json")
+    store = AdapterStore(f"file://{folder}/store")
+    made = {}
+    for name, rank, linears, size in (
+        ("inner", 5, ALL_LINEARS, 0.3),
+        ("outer", 16, ("q_proj", "down_proj", *OUTSIDE), 0.3),
+        ("hostile", 8, ALL_LINEARS, 1e18),
+    ):
+        adapter = make_adapter(
+            folder / name, shape, rank=rank, linears=linears, size=size, dtype="F32"
+        )
+        store.put(folder / name, adapter.digest)
+        made[name] = adapter.digest
+    return made
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("native", "float32"),
+        ("native", "bfloat16"),
+        ("torch", "float32"),
+        ("torch", "bfloat16"),
+    ],
+    ids="-".join,
+)
+def stand(request: pytest.FixtureRequest, folder: Path, digests: dict[str, str]) -> Iterator[Stand]:
+    made = Stand(folder, digests, *request.param, native_cache_dir(request.config))
+    try:
+        made.core(num_blocks=10)
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+    yield made
+    for lora in made.opened:
+        lora.pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(stand: Stand) -> dict[str, Answer]:
+    """Each request by itself, with everything off."""
+    core = stand.core(max_num_batched_tokens=512)
+    answers = {}
+    for request in stand.requests():
+        answers |= run(core, [request])
+    stats = core.stats()
+    assert stats.num_preemptions_total == 0
+    assert stats.prefix_cache_hit_tokens_total == 0
+    assert stats.spec_draft_tokens_total == 0
+    return answers
+
+
+def run(core: EngineCore, requests: Sequence[Generate]) -> dict[str, Answer]:
+    """All at once; answers by name, without the suffix behind "#"."""
+    for request in requests:
+        core.add(request)
+    events: list[TokenEvent] = []
+    give_up_s = time.monotonic() + DEADLINE_S
+    while core.has_work():
+        assert time.monotonic() < give_up_s
+        events += core.step()
+    core.check()
+    answers: dict[str, Answer] = {}
+    for request_id, choices in collect_choices(events).items():
+        answers[request_id.partition("#")[0]] = {
+            index: (tokens, choices.logprobs[index], choices.reasons[index])
+            for index, tokens in choices.tokens.items()
+        }
+    return answers
+
+
+def check(answers: dict[str, Answer], alone: dict[str, Answer]) -> None:
+    for name, expected in alone.items():
+        # Python's == on floats is bitwise but for signs of zero and NaN, which no logprob is.
+        assert answers[name] == expected, name
+
+
+def test_the_cases_say_something(alone: dict[str, Answer]) -> None:
+    """Guards the matrix: equal nonsense would pass it."""
+    assert set(alone) == set(CASES)
+    for name, answer in alone.items():
+        for tokens, logprobs, reason in answer.values():
+            assert len(set(tokens)) > 1, name
+            assert len(logprobs) == len(tokens)
+            assert reason in ("stop", "length")
+    assert len({tuple(tokens) for tokens, _, _ in alone["three-inner"].values()}) == 3
+    assert alone["edited-base"] != alone["edited-outer"]
+
+
+@pytest.mark.parametrize("count", [1, 7, 63])
+def test_among_neighbours(stand: Stand, alone: dict[str, Answer], count: int) -> None:
+    core = stand.core(max_num_seqs=64 if count == 63 else 16, max_num_batched_tokens=512)
+    strangers = stand.neighbours(count)
+    half = count // 2
+
+    answers = run(core, [*strangers[:half], *stand.requests(), *strangers[half:]])
+
+    check(answers, alone)
+    stats = core.stats()
+    assert stats.max_adapters_in_step >= (2 if count == 1 else len(stand.digests))
+    if count > 1:
+        # The hostile adapter overflows in its own rows, or the test is none.
+        assert stats.requests_finished_total["error"] > 0
+
+
+def test_found_prefix(stand: Stand, alone: dict[str, Answer]) -> None:
+    core = stand.core(prefix_cache=True)
+    check(run(core, stand.requests("#cold")), alone)
+    cold = core.stats().prefix_cache_hit_tokens_total
+
+    answers = run(core, stand.requests("#warm"))
+
+    check(answers, alone)
+    warm = core.stats().prefix_cache_hit_tokens_total - cold
+    # Every whole block of every prompt of more than one.
+    assert warm >= sum(length // 16 * 16 for _, _, length in CASES.values() if length > 16) - 16
+
+
+@pytest.mark.parametrize("budget", [4, 7, 33])
+def test_in_chunks(stand: Stand, alone: dict[str, Answer], budget: int) -> None:
+    core = stand.core(max_num_seqs=4, max_num_batched_tokens=budget)
+
+    check(run(core, stand.requests()), alone)
+
+    num_prompt = sum(length for _, _, length in CASES.values())
+    assert core.stats().steps_total > num_prompt / budget
+
+
+def test_preempted(stand: Stand, alone: dict[str, Answer]) -> None:
+    core = stand.core(num_blocks=14, kv_watermark=0.0, max_num_seqs=8)
+
+    check(run(core, stand.requests()), alone)
+
+    assert core.stats().num_preemptions_total > 0
+
+
+def test_with_drafts(stand: Stand, alone: dict[str, Answer]) -> None:
+    core = stand.core(speculative="ngram", proposer=oracle(stand, alone))
+
+    check(run(core, stand.requests()), alone)
+
+    stats = core.stats()
+    assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
+
+
+def test_in_other_blocks_among_not_a_number(stand: Stand, alone: dict[str, Answer]) -> None:
+    core = stand.core(churn=True)
+    run(core, stand.neighbours(23))  # leaves the free list in another order
+
+    check(run(core, stand.requests()), alone)
+
+
+def test_all_at_once(stand: Stand, alone: dict[str, Answer]) -> None:
+    core = stand.core(
+        prefix_cache=True,
+        churn=True,
+        num_blocks=22,
+        kv_watermark=0.0,
+        max_num_seqs=12,
+        max_num_batched_tokens=29,
+        speculative="ngram",
+        proposer=oracle(stand, alone),
+    )
+    strangers = stand.neighbours(20)
+
+    check(run(core, [*strangers, *stand.requests("#1")]), alone)
+    check(run(core, stand.requests("#2")), alone)
+
+    stats = core.stats()
+    assert stats.num_preemptions_total > 0
+    assert stats.prefix_cache_hit_tokens_total > 0
+    assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
+    assert stats.max_adapters_in_step == len(stand.digests)
+
+
+def oracle(stand: Stand, alone: dict[str, Answer]) -> LyingOracle:
+    return LyingOracle(
+        {
+            tuple(request.prompt_token_ids): [
+                *request.prompt_token_ids,
+                *alone[request.request_id][0][0],
+            ]
+            for request in stand.requests()
+        }
+    )
