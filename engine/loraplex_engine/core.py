@@ -238,7 +238,8 @@ class EngineCore:
 
     def _launch(self) -> None:
         for request, ending in self._grammars.failures():
-            self._end(request, ending)
+            if request.status is not RequestStatus.FINISHED:  # else another choice took it along
+                self._end(request, ending)
         decision = self._scheduler.schedule(self._clock())
         for request, ending in decision.ended:
             self._finish(request, ending)

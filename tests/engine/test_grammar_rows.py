@@ -239,6 +239,26 @@ def test_a_grammar_that_does_not_compile_ends_its_request_before_any_work(
     engine.assert_idle()
 
 
+def test_all_choices_of_a_grammar_that_does_not_compile_end_at_once(
+    grammars: ListGrammars,
+) -> None:
+    bad = grammar([[1]])
+    grammars.errors[bad.value] = GrammarInvalidError("no such rule")
+    grammars.is_open = False
+    engine = open_engine(grammars)
+    engine.core.add(ask("bad", [[1]], n=3))
+    engine.core.add(ask("good"))
+    events = engine.core.step()
+    grammars.finish()
+
+    events += engine.run()
+
+    assert terminal(events, "bad").error_code == "grammar_invalid"
+    assert [e.usage is not None for e in events if e.request_id == "bad"] == [True]
+    assert said(events, "good") in LISTS
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_request_can_leave_while_its_grammar_compiles(
     is_open: bool, grammars: ListGrammars
