@@ -8,6 +8,7 @@ First come, first served. The cost model is the same as for continuous batching.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -73,9 +74,9 @@ def _start_s(
     missing = batch_size - len(queue)
     if missing <= 0:
         return now_s
-    last = min(next_index + missing, len(arrivals)) - 1  # its arrival makes the batch full
-    full_s = arrivals[last].at_s if last >= 0 else now_s
+    last = next_index + missing - 1  # its arrival makes the batch full
     if window_s is None:
-        return max(now_s, full_s)
+        return max(now_s, arrivals[min(last, len(arrivals) - 1)].at_s)
+    full_s = arrivals[last].at_s if last < len(arrivals) else math.inf
     first = queue[0] if queue else next_index
     return max(now_s, min(full_s, arrivals[first].at_s + window_s))

@@ -411,7 +411,7 @@ def make_engine(
         waiting_served_ratio=waiting_served_ratio,
         max_steps_closed=max_steps_closed,
     )
-    scheduler = Scheduler(limits, kv, adapters, policy or FcfsPolicy(), drafter)
+    scheduler = Scheduler(limits, kv, adapters, FcfsPolicy() if policy is None else policy, drafter)
     runner = FakeRunner(
         adapters=adapters,
         num_blocks=num_blocks,

@@ -11,7 +11,7 @@ once however often it is preempted and computed anew); OUTPUT_WEIGHT per token p
 
 Between classes the higher goes first, except that a class (`aging_s`) and a tenant within its class
 (TENANT_PATIENCE * aging_s) that have been passed over for so long get one turn: one request is next in
-line before all others, and runs as if of the highest class.
+line before all others, and runs as the first of the highest class.
 
 Sources: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, algorithm 2, theorem 4.4; who
 comes back is levelled as in start-time fair queuing (Goyal et al., SIGCOMM 1996), which keeps the bound and
@@ -70,7 +70,7 @@ class _Account:
     num_running: int = 0
     allowance: float = 0.0  # what its running requests may still be charged, undivided
     waits_since_unix_s: float = 0.0  # its last admission, or when it began to wait
-    # Each of its waiting requests was skipped when last looked at: it has no claim to what others got.
+    # All that it has waiting was skipped when last looked at: it has no claim to what others got then.
     is_blocked: bool = False
 
 
@@ -137,9 +137,10 @@ class FairPolicy:
         account.weight = request.generate.weight
         self._least_weight = min(self._least_weight, account.weight)
         if not account.waiting:
+            now_unix_s = max(self._now_unix_s, request.arrived_at_unix_s)
             if not group.waiting:
-                group.waits_since_unix_s = self._now_unix_s
-            account.waits_since_unix_s = self._now_unix_s
+                group.waits_since_unix_s = now_unix_s
+            account.waits_since_unix_s = now_unix_s
             account.is_blocked = False
             group.lift(account)
             group.waiting[account.tenant_id] = account
@@ -191,6 +192,11 @@ class FairPolicy:
                 key = (group.priority, tenant_id)
                 assert account.num_running == num_running.pop(key, 0), f"{key}: who runs?"
                 assert abs(account.allowance - allowances[key]) < 1e-6, f"{key}: a wrong promise"
+                assert (
+                    account.is_blocked
+                    or not account.waiting
+                    or (account.counter >= group.virtual_time)
+                ), f"{key}: somebody with less was passed over"
                 assert (group.waiting.get(tenant_id) is account) == bool(account.waiting)
                 seqs = [request.seq for request in account.waiting]
                 assert seqs == sorted(set(seqs)), f"{key}: its queue is out of order"
@@ -205,41 +211,38 @@ class FairPolicy:
 
     def rank(self, request: Request) -> Rank:
         """Blocks are taken back from the tenant who has had most."""
+        if request.served_priority is not None:
+            return (-request.served_priority, -math.inf, request.seq)
         _, account = self._find_account(request)
-        return (-self._priority(request), account.counter, request.seq)
+        return (-request.generate.priority, account.counter, request.seq)
 
     def prefill_rank(self, request: Request) -> Rank:
         """A prefill keeps the place in which it was admitted, whatever its tenant is charged meanwhile;
         but who comes back, level with the tenant that was served last, passes what that has under way.
         """
+        if request.served_priority is not None:
+            return (-request.served_priority, -math.inf, -math.inf, request.seq)
         _, account = self._find_account(request)
         start = request.admitted_at_charge
         if start is None:
             start = account.counter
-        return (-self._priority(request), start, account.counter, request.seq)
-
-    def _priority(self, request: Request) -> int:
-        served = request.served_priority
-        return request.generate.priority if served is None else served
+        return (-request.generate.priority, start, account.counter, request.seq)
 
     def _fair_order(self, accounts: Iterable[_Account]) -> Iterator[Request]:
         """The requests of tenants who wait in one class: of the least account, the earliest first."""
         heap = [(account.counter, account.waiting[0].seq, 0, account) for account in accounts]
         heapify(heap)
-        served: set[_Account] = set()
         while heap:
             _, _, index, account = heap[0]
             request = account.waiting[index]
             yield request
             if index < len(account.waiting) and account.waiting[index] is request:
                 index += 1  # skipped
-            else:
-                served.add(account)
             if index < len(account.waiting):
                 heapreplace(heap, (account.counter, account.waiting[index].seq, index, account))
                 continue
             heappop(heap)
-            if account.waiting and account not in served:
+            if account.waiting:
                 account.is_blocked = True
 
     def _turns(self) -> Iterator[Request]:
@@ -273,13 +276,11 @@ class FairPolicy:
 
     def admit(self, request: Request) -> None:
         group, account = self._find_account(request)
-        if account.is_blocked:
-            account.is_blocked = False
-            group.lift(account)
+        account.is_blocked = False
+        group.lift(account)
         if request.served_priority is None:  # else it may not be the least
-            assert account.counter >= group.virtual_time, "somebody with less was passed over"
             group.virtual_time = account.counter
-        ahead = max(0.0, account.counter - group.virtual_time)
+        ahead = account.counter - group.virtual_time
         self.remove(request)
         first = max(request.num_charged_tokens, request.num_computed_tokens)
         prompt = INPUT_WEIGHT * max(0, request.num_prompt_tokens - first)
