@@ -41,8 +41,9 @@ class Soak:
 
     def run(self, num_requests: int) -> None:
         """Keep a dozen in flight until so many have come and gone."""
-        core, live = self.engine.core, {}
-        tokens: dict[str, list[int]] = {}
+        core = self.engine.core
+        live: dict[str, Generate] = {}
+        tokens: dict[str, dict[int, list[int]]] = {}  # by request, then choice
         left = num_requests
         give_up_s = time.monotonic() + self.deadline_s
         while left or core.has_work():
@@ -51,16 +52,18 @@ class Soak:
                 request = self._draw()
                 core.add(request)
                 live[request.request_id] = request
-                tokens[request.request_id] = []
+                tokens[request.request_id] = {i: [] for i in range(request.sampling.n)}
                 left -= 1
             if live and self.rng.random() < 0.05:
                 victim = live[self.rng.choice(sorted(live))]
                 core.abort(victim.request_id, victim.attempt)
                 self.num_aborted += 1
             for event in core.step():
-                tokens[event.request_id] += event.token_ids
-                if event.finish_reason is not None:
-                    self._end(live.pop(event.request_id), tokens.pop(event.request_id), event)
+                tokens[event.request_id][event.index] += event.token_ids
+                if event.usage is not None:
+                    request = live.pop(event.request_id)
+                    for token_ids in tokens.pop(event.request_id).values():
+                        self._end(request, token_ids, event)
             core.check()
             assert self.engine.lora is not None
             self.engine.lora.pool.check()
@@ -79,7 +82,13 @@ class Soak:
             tenant_id=TENANTS[tenant],
             tenant_salt=TENANTS[tenant].encode(),
             prompt_token_ids=[3 + prompt * 7 + i % 60 for i in range(4 + 9 * prompt)],
-            sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True),
+            # Greedy choices are the same, each with a lease of its own.
+            sampling=SamplingParams(
+                max_tokens=MAX_TOKENS,
+                temperature=0.0,
+                ignore_eos=True,
+                n=2 if self.rng.random() < 0.2 else 1,
+            ),
             adapter_digest=None if self.rng.random() < 0.1 else own[rank],
         )
 
@@ -125,6 +134,7 @@ def make_soak(
             num_blocks=14,  # too few for a dozen: requests are preempted too
             max_model_len=64,
             max_num_seqs=12,
+            max_num_batched_tokens=16,  # rows that sample stand beside rows that do not yet
             num_threads=1,
         ),
         cache=native_cache,
