@@ -1007,6 +1007,24 @@ def test_the_prefix_caches_flags() -> None:
     assert options.events_address == "ipc:///e"
 
 
+def test_the_schedulers_flags() -> None:
+    usual = ["--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x"]
+    names = ("policy", "aging_s", "admission", "kv_watermark", "long_prefill_token_threshold")
+    names += ("max_partial_prefills", "waiting_served_ratio", "max_steps_closed")
+    built = EngineConfig(model_dir=Path("/m"), base_model="smollm2-135m")
+
+    _, default, _ = read_options(usual, {})
+    assert [getattr(default, name) for name in names] == [getattr(built, name) for name in names]
+    flags = ["--policy", "priority", "--aging-s", "5", "--admission", "reserve"]
+    flags += ["--kv-watermark", "0.1", "--long-prefill-token-threshold", "64"]
+    flags += ["--max-partial-prefills", "2", "--waiting-served-ratio", "1.2"]
+    environ = {"LORAPLEX_ENGINE_MAX_STEPS_CLOSED": "7"}
+    _, config, _ = read_options([*usual, *flags], environ)
+    assert [getattr(config, name) for name in names] == [
+        *("priority", 5.0, "reserve", 0.1, 64, 2, 1.2, 7)
+    ]
+
+
 def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
