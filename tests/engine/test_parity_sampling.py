@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
 from loraplex_engine.sampling.edits import RowRules, edited
+from safetensors.torch import load_file, save_file
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -168,3 +171,40 @@ def test_the_text_and_the_edited_logits_equal_the_oracle_s(
     print(f"parity | {name} | edited logits {worst:.1e} | logprobs {worst_logprob:.1e}")
     assert worst < 5e-6
     assert worst_logprob < 5e-5
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(model_dir: Path, tmp_path: Path) -> None:
+    """The checkpoint's rows beyond the tokenizer are padding, whatever they hold."""
+    padded = tmp_path / "padded"
+    shutil.copytree(model_dir, padded)
+    num_known = 100
+    vocab = {f"t{i}": i for i in range(num_known)}
+    (padded / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    tensors = load_file(padded / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors[name][num_known:] = 50 * tensors[name][num_known - 31 : num_known]
+    save_file(tensors, padded / "model.safetensors", metadata={"format": "pt"})
+    model = load_decoder(padded, torch.float32)
+    limits = RunnerLimits(num_blocks=16, block_size=8, max_num_seqs=4, max_model_len=128)
+    attention = TorchAttention(model.attention_shape, num_blocks=16, block_size=8)
+    runner = ModelRunner(model, attention, limits)
+    prompt = [id_ % num_known for id_ in PROMPT]
+    theirs = _logits(load_oracle(padded, torch.float32), prompt)
+    assert int(theirs.argmax()) >= num_known, "nothing to keep out"
+
+    for sampling in (
+        SamplingParams(max_tokens=99, temperature=0.0, logprobs=20),
+        SamplingParams(max_tokens=99, temperature=2.0, seed=1, logprobs=20),
+        SamplingParams(max_tokens=99, seed=1, top_p=0.9, repetition_penalty=1.2, logprobs=20),
+    ):
+        driver = StepDriver(runner)
+        request = driven(prompt, sampling)
+        while len(request.output) < NUM_OUTPUT:
+            driver.step([(request, len(request.token_ids) - request.num_computed)])
+        driver.release(request)
+
+        assert max(request.output) < num_known
+        assert max(id_ for values in request.logprobs for id_ in values.top_ids) < num_known
+    first = torch.log_softmax(theirs[:num_known].double(), -1)
+    values = request.logprobs[0]
+    assert values.logprob == pytest.approx(float(first[request.output[0]]), abs=1e-4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -49,6 +50,8 @@ from tests.support.tiny_fleet import write_model
 _REPLICA = "engine-fuzz"
 _CONTEXT_LENGTH = 256
 _NUM_AT_ONCE = 12
+_NUM_SLOW = int(os.environ.get("LORAPLEX_FUZZ_REQUESTS", "20000"))
+_MANY_WRONG = 5  # then the rest is not worth waiting for
 _ANSWER_DEADLINE_S = 120.0
 # Documented in docs/api.md with Retry-After.
 _RETRY_CODES = {"overloaded", "draining", "adapter_unavailable", "engine_unavailable"}
@@ -66,7 +69,7 @@ class _Tally:
 
 @pytest.mark.parametrize(
     "count",
-    [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(5400)])],
+    [300, pytest.param(_NUM_SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
 )
 async def test_nothing_that_is_sent_breaks_anything(
     db_url: str, redis_url: str, short_tmp_path: Path, count: int
@@ -117,6 +120,8 @@ async def _send_all(url: str, key: str, target: Target, count: int, tally: _Tall
 
     async def work(client: httpx.AsyncClient) -> None:
         for request in requests:  # one generator: each request is taken once
+            if len(tally.wrong) >= _MANY_WRONG:
+                return
             await _send(client, request, tally)
 
     async with httpx.AsyncClient(
