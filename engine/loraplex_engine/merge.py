@@ -106,6 +106,8 @@ def merge(
         origin = {"base": base_name or base.name, "adapter_digest": artifact.digest}
         (partial / _ORIGIN).write_text(json.dumps(origin) + "\n")
         check_model_folder(partial)
+        for path in partial.iterdir():
+            path.chmod(0o644)  # safetensors writes files that only their owner may read
         _publish(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -188,6 +188,7 @@ def test_files_beside_the_weights_are_copied_and_nothing_else(tmp_path: Path) ->
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     origin = json.loads((out / "loraplex_merge.json").read_text())
     assert origin["base"] == "tiny"
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
     assert origin["adapter_digest"].startswith("sha256:")
 
 
