@@ -26,7 +26,18 @@ from tokenizers import Tokenizer
 
 TARGET = 0.1  # warm over cold
 _RULE = "Rule {n}: answer in one short sentence, name the {noun}, and never mention the weather. "
-_NOUNS = "river harbour lantern orchard violin compass glacier meadow engine library".split()
+_NOUNS = [
+    "river",
+    "harbour",
+    "lantern",
+    "orchard",
+    "violin",
+    "compass",
+    "glacier",
+    "meadow",
+    "engine",
+    "library",
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ class _Asker:
         )
         started_at = time.perf_counter()
         self._core.add(request)
-        first_s, text, usage = 0.0, [], None
+        first_s, usage = 0.0, None
+        text: list[int] = []
         while self._core.has_work():
             for event in self._core.step():
                 if event.token_ids and not text:
