@@ -94,8 +94,10 @@ def _cores(config: EngineConfig) -> dict[str, EngineCore]:
     from loraplex_engine.attention.setup import open_attention
     from loraplex_engine.build import NoAdapters
     from loraplex_engine.runner import build_runner, load_model
+    from loraplex_engine.sampling.setup import open_survivors
 
     model, sizes = load_model(config)
+    survivors = open_survivors(cache_dir())
     cores = {}
     for mode in MODES:
         attention = open_attention(
@@ -110,7 +112,7 @@ def _cores(config: EngineConfig) -> dict[str, EngineCore]:
         cores[mode] = build_core(
             own,
             sizes,
-            build_runner(own, model, sizes, attention=attention),
+            build_runner(own, model, sizes, attention=attention, survivors=survivors),
             NoAdapters(),
             vocab_size=model.config.num_token_ids,
             eos_token_ids=frozenset(model.config.eos_token_ids),
@@ -224,6 +226,8 @@ def main() -> None:
                     )
                     if number:
                         runs.append(run)
+                        if args.out is not None:
+                            args.out.write_text(json.dumps([asdict(r) for r in runs], indent=2))
                 num_different += sum(text != texts[0] for text in texts)
     console = Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
     console.print(_table(runs))
@@ -231,8 +235,6 @@ def main() -> None:
         f"texts: {'the same in every setting' if not num_different else 'THEY DIFFER'}; "
         f"{args.max_tokens} tokens a request, {args.rounds} rounds"
     )
-    if args.out is not None:
-        args.out.write_text(json.dumps([asdict(run) for run in runs], indent=2))
     sys.exit(1 if num_different else 0)
 
 
