@@ -121,6 +121,9 @@ class _NoAdapters:
     def lease(self, digest: str, tenant_id: str = "") -> int | None:
         raise AssertionError("no request has an adapter")
 
+    def is_loaded(self, digest: str) -> bool:
+        raise AssertionError("no request has an adapter")
+
     def lacks_slot(self, digest: str) -> bool:
         raise AssertionError("no request has an adapter")
 

@@ -50,6 +50,9 @@ class NoAdapters:
             "this replica has no adapter store; start it with --store-url"
         )
 
+    def is_loaded(self, digest: str) -> bool:
+        return False
+
     def lacks_slot(self, digest: str) -> bool:
         """False: nothing is loaded."""
         return False

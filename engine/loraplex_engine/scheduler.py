@@ -421,12 +421,18 @@ class Scheduler:
         """
         if not self._free_rows:
             return _Verdict.NO_ROOM
-        hit = self._kv.lookup(request)
-        request.num_computed_tokens = hit.num_tokens
-        request.blocked_on = self._block_reason(batch, request, budget, hit)
+        request.blocked_on = self._block_reason(batch, request)
         if request.blocked_on is not None:
             return _Verdict.SKIPPED
-        if not self._has_room(request, hit):
+        hit = self._kv.lookup(request)
+        request.num_computed_tokens = hit.num_tokens
+        request.blocked_on = self._prefill_block_reason(batch, request, budget, hit)
+        if request.blocked_on is not None:
+            return _Verdict.SKIPPED
+        digest = request.adapter_digest
+        is_loaded = digest is None or self._adapters.is_loaded(digest)
+        # One whose adapter still loads is skipped, whether there is room or not.
+        if is_loaded and not self._has_room(request, hit):
             return _Verdict.NO_ROOM
         slot = BASE_SLOT
         if request.adapter_digest is not None:
@@ -439,19 +445,23 @@ class Scheduler:
             if leased is None:
                 request.blocked_on = self._adapter_block_reason(batch, request)
                 return _Verdict.SKIPPED
+            if not is_loaded and not self._has_room(request, hit):  # it has come this very moment
+                self._adapters.release(request.adapter_digest, request.generate.tenant_id)
+                return _Verdict.NO_ROOM
             slot = leased
         self._admit(batch, request, slot, budget, hit)
         return _Verdict.TAKEN
 
-    def _block_reason(
-        self, batch: _Batch, request: Request, budget: int, hit: Hit
-    ) -> BlockReason | None:
-        """Why a request is to be skipped in this step, as far as can be said without side effects."""
+    def _block_reason(self, batch: _Batch, request: Request) -> BlockReason | None:
+        """Why a request is to be skipped in this step, as far as is known without looking further."""
         if request.is_compiling:
             return BlockReason.GRAMMAR
-        reason = self._adapter_block_reason(batch, request)
-        if reason is not None:
-            return reason
+        return self._adapter_block_reason(batch, request)
+
+    def _prefill_block_reason(
+        self, batch: _Batch, request: Request, budget: int, hit: Hit
+    ) -> BlockReason | None:
+        """Why a request is to be skipped in this step, given what it need not compute."""
         if hit.is_coming:
             return BlockReason.PREFIX
         cap = self.limits.max_partial_prefills

@@ -132,6 +132,10 @@ class AdapterPool(Protocol):
         """
         ...
 
+    def is_loaded(self, digest: str) -> bool:
+        """Whether it is in host memory or a slot: whoever waits for it waits for a slot at most."""
+        ...
+
     def lacks_slot(self, digest: str) -> bool:
         """Whether it is loaded, and `lease` gave None only because every slot is leased."""
         ...

@@ -428,6 +428,27 @@ def test_a_hot_adapter_of_one_tenant_does_not_starve_the_others() -> None:
     assert seen.index("cold") < 16
 
 
+def test_a_large_request_whose_adapter_loads_does_not_hold_the_queue_for_want_of_room() -> None:
+    """It would be skipped if there were room, so it is skipped without."""
+    engine = make_engine(num_blocks=10, max_num_seqs=4)
+    engine.adapters.hold("slow")
+    engine.core.add(make_request("runs", [1] * 8, max_tokens=20))
+    engine.core.step()
+    engine.core.add(make_request("large", [1] * 36, max_tokens=2, adapter="slow"))
+    engine.core.add(make_request("small", [1], max_tokens=1))
+
+    events = engine.core.step()
+    assert "small" in first_seen(events)
+
+    engine.adapters.finish_loading("slow")
+    engine.core.add(make_request("later", [1], max_tokens=1))
+    events = engine.core.step()
+    assert first_seen(events) == ["runs"]  # now it is the head that lacks room
+    assert engine.adapters.num_leases == 0
+    assert first_seen(events + engine.run()) == ["runs", "large", "later"]
+    engine.assert_idle()
+
+
 def test_a_blocked_request_says_why_and_how_often_it_was_skipped() -> None:
     engine = make_engine()
     engine.adapters.hold("slow")

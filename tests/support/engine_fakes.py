@@ -147,6 +147,9 @@ class FakeAdapterPool:
             self.num_leased += 1
         return slot
 
+    def is_loaded(self, digest: str) -> bool:
+        return digest not in self.held_back and digest not in self.failures
+
     def lacks_slot(self, digest: str) -> bool:
         return digest not in self.held_back
 

@@ -96,6 +96,9 @@ class FakeAdapters:
         self.num_leases += 1
         return self.slots.setdefault(digest, len(self.slots))
 
+    def is_loaded(self, digest: str) -> bool:
+        return True
+
     def lacks_slot(self, digest: str) -> bool:
         return False
 

@@ -255,6 +255,11 @@ class LoraPool(Generic[Packed]):
         self._num_leases += 1
         return entry.slot
 
+    def is_loaded(self, digest: str) -> bool:
+        """Whether it is in host memory or a slot."""
+        self._take_results()
+        return digest in self._host
+
     def lacks_slot(self, digest: str) -> bool:
         """Whether it is loaded, and `lease` gave None only because every slot is leased."""
         entry = self._host.get(digest)
