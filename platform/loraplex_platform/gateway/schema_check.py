@@ -15,6 +15,7 @@ from loraplex_platform.gateway.errors import InvalidValueError, UnsupportedParam
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 8192
 MAX_SCHEMA_BYTES = 128 * 1024
+_MAX_PATH_CHARS = 300
 
 # Keywords that constrain, and that no grammar here can enforce.
 UNSUPPORTED: Final = frozenset(
@@ -60,19 +61,20 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
         if not isinstance(place, dict):
             if isinstance(place, bool):
                 continue
+            name = path[-_MAX_PATH_CHARS:]
             raise InvalidValueError(
-                f"Invalid value for '{path}': a schema is an object or a boolean.", param=path
+                f"Invalid value for '{name}': a schema is an object or a boolean.", param=name
             )
         for keyword in place:
             # `false` asks for nothing.
             if keyword in UNSUPPORTED and place[keyword] is not False:
-                name = f"{path}.{keyword}"
+                name = f"{path[-_MAX_PATH_CHARS:]}.{keyword}"
                 raise UnsupportedParameterError(
                     f"'{name}': the JSON schema keyword '{keyword}' is not supported.", param=name
                 )
         reference = place.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
-            name = f"{path}.$ref"
+            name = f"{path[-_MAX_PATH_CHARS:]}.$ref"
             raise UnsupportedParameterError(
                 f"'{name}': only references within the schema ('#...') are supported.", param=name
             )
