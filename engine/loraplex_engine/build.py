@@ -51,6 +51,7 @@ class NoAdapters:
         )
 
     def is_loaded(self, digest: str) -> bool:
+        """False: nothing is."""
         return False
 
     def lacks_slot(self, digest: str) -> bool:
