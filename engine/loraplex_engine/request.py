@@ -2,7 +2,8 @@
 
 There is no prefill or decode state. A request has `num_tokens` known tokens (prompt, then sampled ones),
 of which the keys and values of the first `num_computed_tokens` are in its blocks; a running request
-catches up, and samples whenever it has. Preemption sets the count back to zero, resumption catches up.
+catches up, and samples whenever it has. Preemption sets the count back to zero, resumption catches up,
+from where the prefix cache ends: the count of a waiting request is what it found at the last look.
 """
 
 from __future__ import annotations

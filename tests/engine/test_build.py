@@ -22,6 +22,7 @@ from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.server import EngineServer, ServerOptions
+from prometheus_client import generate_latest
 
 from tests.support.adapter_files import make_adapter
 from tests.support.tiny_model import TinyShape, write_tiny_model
@@ -197,6 +198,9 @@ async def test_what_was_computed_is_found_billed_as_cached_and_published(
     stats = await replica.client.stats()
     assert stats.prefix_cache_query_tokens_total == 5 * 57
     assert stats.prefix_cache_hit_tokens_total == 2 * 48
+    metrics = generate_latest(replica.server._metrics.registry).decode()
+    assert 'loraplex:prefix_cache_queries_total{model_name="tiny"} 285.0' in metrics
+    assert 'loraplex:prefix_cache_hits_total{model_name="tiny"} 96.0' in metrics
     mirror = BlockMirror()
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.connect(replica.server.events_address)
