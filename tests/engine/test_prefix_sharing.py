@@ -6,6 +6,8 @@ half-written contents is a wrong token or an assertion, not only a wrong count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from loraplex_engine.errors import NeverFitsError, QueueFullError
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 from loraplex_engine.request import BlockReason, Request
+from loraplex_engine.speculative import Ask, Drafter
 
 from tests.support.choice_outcomes import Choices, collect_choices, solo_choices
 from tests.support.engine_fakes import (
+    VOCAB_SIZE,
     FakeEngine,
     collect_outcomes,
     digest,
@@ -338,6 +342,39 @@ def test_a_step_that_an_abort_overtakes_is_not_kept() -> None:
 
     assert engine.cache.num_named == 0
     engine.assert_idle()
+
+
+class HalfRight:
+    """Two drafts that come true, then two that do not."""
+
+    def __init__(self, request: Generate) -> None:
+        self._answer = solo_output(request)[0]
+        self._num_prompt = len(request.prompt_token_ids)
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        drafts = []
+        for ask in asks:
+            num_said = len(ask.token_ids) - self._num_prompt
+            right = self._answer[num_said : num_said + 2]
+            wrong = [(token + 1) % VOCAB_SIZE for token in self._answer[num_said + 2 :]]
+            drafts.append([*right, *wrong][: min(4, ask.max_drafts)])
+        return drafts
+
+    def forget(self, key: int) -> None:
+        """It remembers nothing."""
+
+
+def test_drafts_that_were_rejected_are_never_kept() -> None:
+    first = make_request("first", PROMPT, max_tokens=12)
+    engine = cached_engine(drafter=Drafter(HalfRight(first), 4))
+    serve(engine, first)
+    stats = engine.core.stats()
+    assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
+
+    turn = [*PROMPT, *solo_output(first)[0], 9, 9]
+    usage = serve(engine, make_request("second", turn, max_tokens=3))["second"]
+
+    assert usage.cached_tokens >= 24  # its last block may not have been looked at before the end
 
 
 # ------------------------------------------------------------------ preemption
