@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import jsonschema
 import msgspec
+import psutil
 import pytest
+from loraplex_engine.build import assemble_engine
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.kv.setup import open_prefix_cache
@@ -277,3 +279,28 @@ def test_a_ban_that_the_grammar_cannot_do_without_ends_its_request_alone(stand: 
     assert outputs["stuck", 0].error_code == "no_token_allowed"
     assert outputs["yes", 0].text == "yes"
     assert outputs["free", 0] == expected
+
+
+def test_the_assembled_engine_follows_grammars_and_leaves_no_worker_behind(
+    stand: Stand, tmp_path: Path
+) -> None:
+    engine = assemble_engine(_config(stand.folder, num_blocks=128), cache=tmp_path)
+    try:
+        outputs = run(
+            engine.core, [ask("a", Grammar(kind="regex", value="yes|no")), ask("b", schema(False))]
+        )
+        assert engine.grammars is not None
+        workers = [child for child in _workers() if child.is_running()]
+        assert workers
+    finally:
+        engine.close()
+
+    assert outputs["a", 0].text in ("yes", "no")
+    assert outputs["b", 0].error_code == "grammar_invalid"
+    # One, which is that of this module's stand, may be left.
+    assert len(_workers()) == len(workers) - 1
+
+
+def _workers() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [c for c in children if "loraplex_engine.structured.worker" in " ".join(c.cmdline())]
