@@ -503,6 +503,6 @@ class LongCacheMachine(CacheMachine):
 
 
 LongCacheMachine.TestCase.settings = settings(
-    CacheMachine.TestCase.settings, max_examples=1_500, stateful_step_count=80
+    CacheMachine.TestCase.settings, max_examples=500, stateful_step_count=80
 )
 test_the_cache_agrees_with_a_naive_model_for_long = pytest.mark.slow(LongCacheMachine.TestCase)

@@ -585,7 +585,7 @@ class LongSharingMachine(SharingMachine):
 
 
 LongSharingMachine.TestCase.settings = settings(
-    SharingMachine.TestCase.settings, max_examples=1_500, stateful_step_count=50
+    SharingMachine.TestCase.settings, max_examples=500, stateful_step_count=50
 )
 test_many_sequences_of_calls_with_sharing = pytest.mark.slow(LongSharingMachine.TestCase)
 
