@@ -195,7 +195,7 @@ def some_requests() -> tuple[list[Generate], list[Generate]]:
     return bound, free
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_alone_is_batched_is_preempted_and_neighbours_keep_their_bits(
     dtype: Literal["float32", "bfloat16"], stand: Stand
 ) -> None:
@@ -284,7 +284,8 @@ def test_a_ban_that_the_grammar_cannot_do_without_ends_its_request_alone(stand: 
 def test_the_assembled_engine_follows_grammars_and_leaves_no_worker_behind(
     stand: Stand, tmp_path: Path
 ) -> None:
-    engine = assemble_engine(_config(stand.folder, num_blocks=128), cache=tmp_path)
+    config = _config(stand.folder, num_blocks=128, max_num_seqs=8, max_num_batched_tokens=32)
+    engine = assemble_engine(config, cache=tmp_path)
     try:
         outputs = run(
             engine.core, [ask("a", Grammar(kind="regex", value="yes|no")), ask("b", schema(False))]

@@ -262,13 +262,13 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=_texts, data=st.data())
 def test_streamed_is_unstreamed_however_it_is_cut(text: str, data: st.DataObject) -> None:
     assert parse(cut(text, data)) == parse([text]) == parse(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     calls=st.lists(
         st.tuples(st.sampled_from(NAMES), _objects, st.booleans()), min_size=1, max_size=4
@@ -286,7 +286,7 @@ def test_what_was_called_is_what_comes_out(
     assert parse(cut(text, data)) == ("", written, False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(text=_messy)
 def test_nothing_of_a_text_without_calls_is_lost(text: str) -> None:
     content, calls, _ = parse([text])
