@@ -2,6 +2,7 @@
 #
 #   make up ARGS="--gateway-port 8010 --no-console"    flags of `loraplex up` (see `loraplex up --help`)
 #   make test PYTEST_ARGS="tests/platform -k keys"     flags of pytest
+#   make test PYTEST_WORKERS=0                         one process, one test after another
 #   make venv TORCH_INDEX_URL=<url>                    take torch from another index, such as PyTorch's own
 #                                                      index of CPU wheels ("Install" on pytorch.org shows
 #                                                      its address); it saves gigabytes on Linux
@@ -15,6 +16,7 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 TORCH_INDEX_URL ?=
 PIP_TORCH_ARGS ?= $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL),)
 
@@ -35,7 +37,7 @@ up: venv ## Run everything on this machine, with demo tenants, keys and adapters
 	@exec $(BIN)/loraplex up --demo --model $(MODEL) $(ARGS)
 
 test: venv model chromium ## Run the tests that CI runs
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-all: venv model chromium ## Run every test, the slow ones too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

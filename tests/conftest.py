@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from tests.support.postgres import PostgresServer
 
 
+# These share a set-up that takes long, or a machine's patience: each runs on one worker.
+_GROUPS = ("e2e", "chaos", "admin_ui", "platform/gateway")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n`: a file, or one of `_GROUPS`, is the unit of work; the longest unit goes first."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        group = next((name for name in _GROUPS if path.startswith(f"{name}/")), path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not item.path.is_relative_to(here / "e2e"))
+
+
 @pytest.fixture(scope="session")
 def session_folder() -> Iterator[Path]:
     """A folder with a short name: unix socket paths end at 107 bytes."""
