@@ -37,7 +37,7 @@ from loraplex_engine.request import BASE_SLOT, BlockReason, Ending, Request, Req
 from loraplex_engine.speculative import DraftCounts, Drafter, DraftWant
 from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
 
-# What a step keeps for prefills under way when waiting requests pass them: they finish, whoever comes.
+# What a step keeps for the oldest prefill under way when others pass it: it ends, whoever comes.
 PASSED_SHARE = 16  # one token in so many
 
 
@@ -373,18 +373,23 @@ class Scheduler:
         rank = self._waiting.prefill_rank
         batch.partials = deque(sorted(batch.partials, key=rank))
         queue = self._admissible(batch)
-        # Who passes a prefill under way may not take all of the budget from it.
-        kept = max(1, batch.budget // PASSED_SHARE)
+        # The oldest prefill under way may be passed, but not have all of the budget taken from it.
+        oldest = min(batch.partials, key=lambda request: request.seq, default=None)
+        kept = 0 if oldest is None else max(1, batch.budget // PASSED_SHARE)
         head = next(queue, None)
         while batch.budget > 0:
             if batch.partials and (
                 head is None or batch.budget <= kept or rank(batch.partials[0]) <= rank(head)
             ):
-                self._continue_prefill(batch, batch.partials.popleft())
+                partial = batch.partials.popleft()
+                if partial is oldest:
+                    kept = 0
+                if batch.budget > kept:
+                    self._continue_prefill(batch, partial, batch.budget - kept)
             elif head is None:
                 break
             else:
-                budget = batch.budget - kept if batch.partials else batch.budget
+                budget = batch.budget - kept
                 verdict = self._try_to_admit(batch, head, budget)
                 if verdict is _Verdict.SKIPPED:
                     assert head.blocked_on is not None
@@ -392,8 +397,8 @@ class Scheduler:
                     self.meter.note_skip(head.blocked_on)
                 head = None if verdict is _Verdict.NO_ROOM else next(queue, None)
 
-    def _continue_prefill(self, batch: _Batch, request: Request) -> None:
-        batch.append(request, self._chunk(request, batch.budget))
+    def _continue_prefill(self, batch: _Batch, request: Request, budget: int) -> None:
+        batch.append(request, self._chunk(request, budget))
         batch.num_partials -= request.num_computed_tokens == request.num_tokens
 
     def _admissible(self, batch: _Batch) -> Iterator[Request]:
