@@ -18,7 +18,8 @@ _PRIOR_TRIALS = 2.0
 _FIRST_RATE = 0.5  # before anything was tried
 _ALL_MEMORY = 0.995
 
-_FAILURES_BEFORE_PAUSE = 3
+_FAILURES_BEFORE_PAUSE = 5
+_FAILURES_BEFORE_NEXT = 2  # after a pause, so that one unlucky block does not prolong it
 _FIRST_PAUSE = 8  # output tokens
 _MAX_PAUSE = 256
 
@@ -70,7 +71,7 @@ class Acceptance:
             record.failures = record.pause = 0
             return
         record.failures += 1
-        if record.failures >= _FAILURES_BEFORE_PAUSE or record.pause:
+        if record.failures >= (_FAILURES_BEFORE_NEXT if record.pause else _FAILURES_BEFORE_PAUSE):
             self.pause(key, num_output)
 
     def pause(self, key: int, num_output: int) -> None:
@@ -78,6 +79,7 @@ class Acceptance:
         record = self._records.setdefault(key, _Record(noted_at=num_output))
         record.pause = min(max(_FIRST_PAUSE, 2 * record.pause), _MAX_PAUSE)
         record.paused_until = num_output + record.pause
+        record.failures = 0
 
     def forget(self, key: int) -> None:
         """The request is gone."""

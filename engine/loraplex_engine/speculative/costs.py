@@ -3,10 +3,8 @@
 Whether a draft pays depends on the machine, the model, the adapters and the load: a step of few tokens
 waits for the weights to be read and takes more tokens for nearly nothing, a full one computes as long as
 it has tokens. So nothing is assumed. Steps that only decode are timed, in classes of similar token
-counts; a class is known while its last measurements are recent, and its cost is their median, which one
-slow step does not move.
-
-Time is the sum of the steps' own seconds: idle hours do not age what was measured.
+counts; the cost of a class is the median of its last measurements, which one slow step does not move.
+Age is counted in steps, so that slow machines and idle hours do not age what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +21,9 @@ Int64Array = npt.NDArray[np.int64]
 
 _NUM_REMEMBERED = 7
 _NUM_TO_KNOW = 3
-_FRESH_S = 30.0
+_FRESH_STEPS = 500
+# What all else is compared with is measured anew so often, should only other sizes be computed.
+_BASE_STEPS = 64
 # Classes are 4 tokens wide, as rows are padded to multiples of 4 (row rule); from here on 16.
 _FINE_TOKENS = 64
 
@@ -32,7 +32,7 @@ _FINE_TOKENS = 64
 class _Class:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
     median_s: float = 0.0
-    measured_at_s: float = 0.0
+    measured_at: int = 0  # step
 
 
 class StepCosts:
@@ -40,26 +40,27 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
-        self._now_s = 0.0
+        self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step that only decoded took so long."""
-        self._now_s += seconds
+        self._num_steps += 1
         measured = self._classes.setdefault(_class_of(num_tokens), _Class())
         measured.seconds.append(seconds)
         measured.median_s = median(measured.seconds)
-        measured.measured_at_s = self._now_s
+        measured.measured_at = self._num_steps
 
     def is_known(self, num_tokens: int) -> bool:
-        """Whether steps of about so many tokens were measured lately."""
+        """Whether steps of about so many tokens were measured so lately that others may be compared."""
         measured = self._classes.get(_class_of(num_tokens))
-        return measured is not None and self._is_fresh(measured)
+        return measured is not None and self._is_fresh(measured, _BASE_STEPS)
 
     def seconds_of(self, num_tokens_N: Int64Array) -> Float64Array:
         """Expected seconds of steps with so many tokens, each at least those of the smaller ones.
 
-        Between classes that are known it is a line; beyond the last it is flat, which is too little: so a
-        size never tried looks cheap, is tried, and is known then. At least one class must be known.
+        Between classes that are known it is a line, which goes on beyond the last as it came from half
+        of that. Where only one class is known it is flat up to twice that one, and proportional behind:
+        so the next larger sizes look cheap, are tried, and are known then. At least one must be known.
         """
         known = sorted(
             (size, measured.median_s)
@@ -67,13 +68,18 @@ class StepCosts:
             if self._is_fresh(measured)
         )
         size_K, seconds_K = np.asarray(known, np.float64).T
-        return np.interp(_classes_of(num_tokens_N), size_K, np.maximum.accumulate(seconds_K))
+        seconds_K = np.maximum.accumulate(seconds_K)
+        size_N, last = _classes_of(num_tokens_N), size_K[-1]
+        if len(known) == 1:
+            return np.asarray(seconds_K[0] * np.maximum(1.0, size_N / (2 * last)))
+        half = max(0, int(np.searchsorted(size_K, last / 2, side="right")) - 1)
+        slope = (seconds_K[-1] - seconds_K[half]) / (last - size_K[half])
+        seconds_N = np.interp(size_N, size_K, seconds_K)
+        return np.asarray(seconds_N + slope * np.maximum(0.0, size_N - last))
 
-    def _is_fresh(self, measured: _Class) -> bool:
-        return (
-            len(measured.seconds) >= _NUM_TO_KNOW
-            and self._now_s - measured.measured_at_s <= _FRESH_S
-        )
+    def _is_fresh(self, measured: _Class, max_age: int = _FRESH_STEPS) -> bool:
+        is_measured = len(measured.seconds) >= _NUM_TO_KNOW
+        return is_measured and self._num_steps - measured.measured_at <= max_age
 
 
 def _class_of(num_tokens: int) -> int:
