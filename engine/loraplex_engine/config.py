@@ -62,7 +62,7 @@ class EngineConfig:
     max_loras: int = 16  # adapter slots: most distinct adapters in a step
     max_cpu_loras: int = 64  # adapters kept in host memory, those in slots included
     max_cpu_lora_bytes: int = 1024**3  # memory they may take
-    adapter_idle_s: float | None = None  # unused for so long, an adapter leaves host memory; None: never
+    adapter_idle_s: float | None = None  # unused so long, it leaves host memory; None: never
     adapter_cache_bytes: int = 10 * 1024**3  # disk for copies of a remote store's adapters
     pinned_adapters: tuple[str, ...] = ()  # digests, loaded at start and kept in host memory
     max_lora_rank: int = 64
@@ -70,7 +70,9 @@ class EngineConfig:
     num_threads: int | None = None  # None: from the cgroup quota
     grammar_cpu_limit_s: float = 2.0  # to compile one
     grammar_memory_bytes: int = 512 * 1024**2  # to compile one
-    grammar_cache_bytes: int = 64 * 1024**2  # of compiled grammars kept; half of it at most a tenant's
+    grammar_cache_bytes: int = (
+        64 * 1024**2
+    )  # of compiled grammars kept; half of it at most a tenant's
     # Guess tokens from what was said before. auto: when measured to pay; ngram: always. The text is the same.
     speculative: Speculative = "auto"
     num_speculative_tokens: int = 7  # most guesses per row and step

@@ -214,7 +214,9 @@ class _StateCollector(Collector):
         yield self._counter(
             "adapter_evictions", "Adapters evicted from host memory.", stats.adapter_evictions_total
         )
-        yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens_total)
+        yield self._counter(
+            "prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens_total
+        )
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens_total)
         yield self._counter(
             "prefix_cache_queries",

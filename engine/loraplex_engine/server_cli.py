@@ -237,7 +237,8 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(lora, "--max-lora-rank", "Highest rank accepted.", type=int, default=64)
 
     guessing = parser.add_argument_group(
-        "speculation", "Guess tokens and verify several per step; the text is the same with and without."
+        "speculation",
+        "Guess tokens and verify several per step; the text is the same with and without.",
     )
     flag(
         guessing,

@@ -649,8 +649,7 @@ class EngineMachine(RuleBasedStateMachine):
             return True
         waiting = self.engine.core._live.values()
         return any(
-            group.generate.adapter_digest not in self.engine.adapters.held_back
-            for group in waiting
+            group.generate.adapter_digest not in self.engine.adapters.held_back for group in waiting
         )
 
     @precondition(lambda self: self.requests)

@@ -12,7 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from loraplex_engine.config import Admission, PolicyName
-from loraplex_engine.errors import AdapterUnavailableError, NeverFitsError, QueueFullError
+from loraplex_engine.errors import (
+    AdapterUnavailableError,
+    NeverFitsError,
+    QueueFullError,
+    RequestRejectedError,
+)
 from loraplex_engine.policies import make_policy, max_charge
 from loraplex_engine.protocol import Generate, TokenEvent
 
@@ -128,17 +133,21 @@ class SchedulingMachine(RuleBasedStateMachine):
             deadline_unix_s=None if patience_s is None else now_s + patience_s,
             seed=seed,
         )
+        refusal: RequestRejectedError | None = None
         try:
             self.engine.core.add(request)
-        except NeverFitsError:
+        except RequestRejectedError as error:
+            refusal = error
+        if refusal is None:
+            self.requests[name] = request
+        elif isinstance(refusal, NeverFitsError):
             bound = min(MAX_MODEL_LEN, self.engine.scheduler.num_kv_slots)
             assert len(prompt) + max_tokens > bound
-        except QueueFullError as refusal:
+        else:
+            assert isinstance(refusal, QueueFullError)
             assert refusal.num_waiting == self.engine.scheduler.num_waiting
             assert refusal.num_waiting >= (10 if self.is_fair else 12)
             assert refusal.retry_after_s
-        else:
-            self.requests[name] = request
 
     @rule(count=st.integers(1, 8), seconds=st.sampled_from([0.0, 0.1, 1.0]))
     def step(self, count: int, seconds: float) -> None:
