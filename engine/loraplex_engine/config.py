@@ -70,9 +70,7 @@ class EngineConfig:
     num_threads: int | None = None  # None: from the cgroup quota
     grammar_cpu_limit_s: float = 2.0  # to compile one
     grammar_memory_bytes: int = 512 * 1024**2  # to compile one
-    grammar_cache_bytes: int = (
-        64 * 1024**2
-    )  # of compiled grammars kept; half of it at most a tenant's
+    grammar_cache_bytes: int = 64 * 1024**2  # compiled ones kept; half of it at most a tenant's
     # Guess tokens from what was said before. auto: when measured to pay; ngram: always. The text is the same.
     speculative: Speculative = "auto"
     num_speculative_tokens: int = 7  # most guesses per row and step

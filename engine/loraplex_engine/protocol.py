@@ -65,9 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: float = 0.0  # ids below min_p times the most likely one's probability are dropped
     presence_penalty: float = 0.0  # subtracted once from ids already in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
-    repetition_penalty: float = (
-        1.0  # divides (multiplies below 0) logits of ids in prompt or output
-    )
+    repetition_penalty: float = 1.0  # divides (below 0: multiplies) ids of prompt and output
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0  # no stop id before so many tokens
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that never appear
@@ -298,9 +296,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_by_priority: dict[int, int] = {}
     queue_retry_after_s: float = 1.0  # what a request that is refused for a full queue is told
     skips_total: dict[str, int] = {}  # blocked requests passed over, once per step, by reason
-    queue_time_counts: list[
-        int
-    ] = []  # requests by wait before they first ran: `queue_meter`'s buckets
+    queue_time_counts: list[int] = []  # by wait before the first step: `queue_meter`'s buckets
     queue_time_seconds_total: float = 0.0
     # Fair scheduling; all 0 under another policy. In units of service: `policies.fair`.
     service_gap: float = 0.0  # widest seen between the accounts of two tenants who wait
