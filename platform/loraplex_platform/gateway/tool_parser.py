@@ -1,7 +1,7 @@
 """A model's text to tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-Works on released text only, never on tokens, and looks at one character at a time, so whatever the text
-was cut into, the same calls come out: a streamed answer is the unstreamed one in pieces. Nothing is
+Works on released text only, never on tokens. What comes out does not depend on how the text was cut: a
+streamed answer is the unstreamed one in pieces. Nothing is
 repaired or reformatted: a call's arguments are the characters that the model wrote, also where they are
 no valid JSON, and stop where the model stopped.
 
@@ -23,6 +23,7 @@ Whitespace between calls, and before or after all of them, is nobody's content.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -33,6 +34,12 @@ END: Final = "</tool_call>"
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
 _SPACE: Final = " \t\r\n"
 _CONTENT: Final = -1
+
+# Characters that change nothing about where a block stands. `<` may begin the end mark.
+_SPACES: Final = re.compile(r"[ \t\r\n]*")
+_IN_STRING: Final = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
+_IN_BRACKETS: Final = re.compile(r'[^"{}\[\]<]*')
+_IN_SCALAR: Final = re.compile(r'[^"{}\[\],< \t\r\n]*')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,9 @@ ToolDelta = ContentDelta | CallBegun | ArgumentsDelta
 class ToolCallParser:
     """One choice's text.
 
+    The time is in proportion to the text, however it is cut. Runs of characters that change nothing are
+    taken at once: a model may be made to write whitespace, or one long string, to the end of its context.
+
     Args:
         names: of the tools offered.
     """
@@ -71,19 +81,28 @@ class ToolCallParser:
     def __init__(self, names: Collection[str]) -> None:
         self.num_calls = 0
         self.is_cut_off = False  # once finished: the last call was not over
+        # Where each call was over: characters of the text up to there, the end mark left out where the
+        # object ended before it.
+        self.call_ends: list[int] = []
         self._names = frozenset(names)
         self._block: _Block | None = None  # None: between blocks
+        self._num_taken = 0  # characters of all text that came before `_mark`
         self._mark = ""  # the beginning of a mark, if it is one
         self._begun: dict[int, str] = {}  # names of calls that nobody was told of
-        self._space: str | None = (
-            ""  # whitespace that a segment of text began with; None: it has text
-        )
+        # Whitespace that a segment of text began with, in parts; None: it has text.
+        self._space: list[str] | None = []
         self._pieces: list[tuple[int, list[str]]] = []  # (call, or _CONTENT), text in parts
 
     def push(self, text: str) -> list[ToolDelta]:
         """Take more text; what is certain now."""
-        for character in text:
-            self._take(character)
+        text, self._mark = self._mark + text, ""
+        position = 0
+        while position < len(text) and not self._mark:
+            if self._block is None:
+                position = self._take_text(text, position)
+            else:
+                position = self._take_in_block(self._block, text, position)
+        self._num_taken += position
         return self._drain()
 
     def finish(self) -> list[ToolDelta]:
@@ -97,84 +116,85 @@ class ToolCallParser:
         else:
             self._leave_block(self._block, mark)
         if self._space and self.num_calls == 0:
-            self._add(_CONTENT, self._space)
-            self._space = ""
+            self._add(_CONTENT, "".join(self._space))
+            self._space = []
         return self._drain()
 
     # ------------------------------------------------------------------ between and in blocks
 
-    def _take(self, character: str) -> None:
-        if self._block is None:
-            self._take_text(character)
-        else:
-            self._take_in_block(self._block, character)
+    # Each takes some of `text` from `position` on and returns where it stopped. What may be the beginning
+    # of a mark stays in `_mark`, untaken.
 
-    def _take_text(self, character: str) -> None:
-        mark = self._mark + character
-        while mark and not START.startswith(mark):
-            self._show(mark[0])
-            mark = mark[1:]
-        self._mark = mark
-        if mark == START:
-            self._mark = ""
+    def _take_text(self, text: str, position: int) -> int:
+        start = text.find(START, position)
+        if start >= 0:
+            self._show(text[position:start])
             self._block = _Block(self._names)
+            return start + len(START)
+        num_held = _num_begun(START, text, position)
+        end = len(text) - num_held
+        self._show(text[position:end])
+        self._mark = text[end:]
+        return end
 
-    def _take_in_block(self, block: _Block, character: str) -> None:
-        if block.is_in_string:
-            if not self._feed(block, character):
-                self._take(character)
-            return
-        mark = self._mark + character
-        if END.startswith(mark):
-            self._mark = mark
-            if mark == END:
-                self._mark = ""
+    def _take_in_block(self, block: _Block, text: str, position: int) -> int:
+        end = block.run_end(text, position)
+        if end > position:
+            self._give(block.push_run(text[position:end]))
+            return end
+        character = text[position]
+        if character == END[0] and not block.is_in_string:
+            if text.startswith(END, position):
+                if block.has_begun and not block.is_over:
+                    self._note_end(position + len(END))
                 self._leave_block(block, END)
-            return
-        self._mark = ""
-        for position, held in enumerate(mark):
-            if block.is_over and held not in _SPACE:
-                self._leave_block(block, "")  # the end mark is missing
-            elif self._feed(block, held):
-                continue
-            for later in mark[position:]:
-                self._take(later)
-            return
-
-    def _feed(self, block: _Block, character: str) -> bool:
-        """Give a block a character; False: it is no call, was left, and has not taken it."""
+                return position + len(END)
+            if END.startswith(text[position:]):
+                self._mark = text[position:]
+                return position
         if block.is_over:
-            return True  # whitespace before the end mark
+            self._leave_block(block, "")  # the end mark is missing
+            return position
         had_begun = block.has_begun
         arguments = block.push(character)
         if block.is_broken:
             self._leave_block(block, "")
-            return False
+            return position
         if block.has_begun and not had_begun:
             self._begun[self.num_calls] = block.name
             self.num_calls += 1
             self._add(self.num_calls - 1, "")
+        self._give(arguments)
+        if block.is_over:
+            self._note_end(position + 1)
+        return position + 1
+
+    def _note_end(self, position: int) -> None:
+        self.call_ends.append(self._num_taken + position)
+
+    def _give(self, arguments: str) -> None:
         if arguments:
             self._add(self.num_calls - 1, arguments)
-        return True
 
     def _leave_block(self, block: _Block, mark: str) -> None:
         """Back to text; a block that never became a call is text itself."""
         self._block = None
         if block.has_begun:
-            self._space = ""
+            self._space = []
         else:
             self._show(START + block.raw + mark)
 
     def _show(self, text: str) -> None:
-        for character in text:
-            if self._space is not None and character in _SPACE:
-                self._space += character
-                continue
-            if self._space:
-                self._add(_CONTENT, self._space)
+        if not text:
+            return
+        if self._space is not None:
+            shown = text.lstrip(_SPACE)
+            self._space.append(text[: len(text) - len(shown)])
+            if not shown:
+                return
+            text = "".join(self._space) + shown
             self._space = None
-            self._add(_CONTENT, character)
+        self._add(_CONTENT, text)
 
     def _add(self, index: int, text: str) -> None:
         if not self._pieces or self._pieces[-1][0] != index:
@@ -249,6 +269,32 @@ class _Block:
     def is_over(self) -> bool:
         """The object has ended, or what there was of it."""
         return self._state is _State.OVER
+
+    def run_end(self, text: str, start: int) -> int:
+        """Where the characters from `start` on end that change nothing, for `push_run`."""
+        if self._is_escaped:
+            return start
+        if self._is_in_string:
+            pattern = _IN_STRING
+        elif self._state is not _State.IN_VALUE:
+            pattern = _SPACES
+        else:
+            pattern = _IN_SCALAR if self._is_scalar else _IN_BRACKETS
+        match = pattern.match(text, start)
+        return start if match is None else match.end()
+
+    def push_run(self, run: str) -> str:
+        """Take a run of such characters; return what it adds to the arguments."""
+        if not self.has_begun:
+            self._raw.append(run)
+        if self._state is _State.IN_KEY:
+            self._text.append(run)
+        elif self._state is _State.IN_VALUE:
+            if self._role is _Role.ARGUMENTS and self.has_begun:
+                return run
+            if self._role is not _Role.OTHER:
+                self._text.append(run)
+        return ""
 
     def push(self, character: str) -> str:
         """Take a character; return what it adds to the arguments."""
@@ -380,3 +426,11 @@ def _decoded(text: list[str]) -> str:
     if not isinstance(value, str):
         return literal
     return value.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+
+
+def _num_begun(mark: str, text: str, start: int) -> int:
+    """How much of `mark` the end of `text` is; not all of it."""
+    for length in range(min(len(mark) - 1, len(text) - start), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

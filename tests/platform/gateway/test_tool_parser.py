@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -198,11 +199,69 @@ def test_a_call_that_has_begun_keeps_what_it_got(text: str, content: str, argume
     assert whole(text) == (content, [("add", arguments)])
 
 
-def test_a_long_answer_takes_time_in_proportion() -> None:
-    arguments = json.dumps({"text": "x" * 200_000})
+_MANY = 100_000
+_LONG = 640_000  # what 8,000 tokens can say
 
-    assert parse([call("add", arguments)])[1] == [("add", arguments)]
-    assert parse(["y" * 200_000])[0] == "y" * 200_000
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * _MANY,
+        "y" * _MANY,
+        "<" * _MANY,
+        "<tool_" * (_MANY // 6),
+        START * (_MANY // len(START)),
+        START + " " * _MANY,
+        f'{START}{{"{"k" * _MANY}',
+        f'{START}{{"name": "add", "arguments": {{"text": "{"x" * _MANY}"}}}}{END}',
+        f'{START}{{"arguments": {{"text": "{"x" * _MANY}"}}, "name": "add"}}{END}',
+        f'{START}{{"name": "add", "arguments": {"7" * _MANY}',
+        f'{START}{{"name": "add", "arguments": {{{" " * _MANY}',
+        f'{START}{{"name": "add", "arguments": {{}}}}{" " * _MANY}',
+        f'{START}{{"name": "add", "arguments": ["' + "\\n" * (_MANY // 2),
+        f'{START}{{"name": "add", "arguments": {"[" * _MANY}',
+        f'{START}{{"name": "add", "arguments": [{"</tool_call" * (_MANY // 11)}',
+        call("add", "{}") * (_MANY // 60),
+    ],
+    ids=lambda text: f"{text[:40]}...{text[-12:]}",
+)
+@pytest.mark.parametrize("size", [80, _MANY])
+def test_a_long_answer_takes_time_in_proportion(text: str, size: int) -> None:
+    """The worst there is, character by character."""
+    began_s = time.process_time()
+
+    parse(text[start : start + size] for start in range(0, len(text), size))
+
+    assert time.process_time() - began_s < 2.0
+
+
+@pytest.mark.parametrize("size", [80, _LONG])
+def test_long_runs_of_one_character_cost_next_to_nothing(size: int) -> None:
+    in_string = f'{START}{{"name": "add", "arguments": ["'
+    for text in (" " * _LONG, "y" * _LONG, in_string + " " * _LONG, in_string + r"\n" * _MANY):
+        began_s = time.process_time()
+        parse(text[start : start + size] for start in range(0, len(text), size))
+        assert time.process_time() - began_s < 0.3
+
+
+def test_a_call_is_over_with_its_object() -> None:
+    first, second = call("add", '{"a": "}"}'), call("get_weather", "[1]")
+    text = f"Look: {first}\n{START}no call{END} {second} more"
+    ends = [text.index("\n" + END), text.rindex("\n" + END)]
+    for pieces in ([text], list(text), [text[:9], text[9:]]):
+        parser = ToolCallParser(NAMES)
+        for piece in pieces:
+            parser.push(piece)
+        assert parser.call_ends == ends
+
+
+def test_a_call_whose_brace_is_missing_is_over_with_its_mark() -> None:
+    text = f'{START}{{"name": "add", "arguments": {{"a": 1}}{END} more'
+    for pieces in ([text], list(text)):
+        parser = ToolCallParser(NAMES)
+        for piece in pieces:
+            parser.push(piece)
+        assert parser.call_ends == [text.index(" more")]
 
 
 # ------------------------------------------------------------------ every way to cut it
