@@ -389,7 +389,7 @@ class EngineClient:
             self._heard_at = time.monotonic()
             self._say_hello()
             reason = await _first_of(
-                self._receive(socket), self._watch_silence(), self._watch_disconnect(monitor)
+                self._receive(socket), self._watch_silence(socket), self._watch_disconnect(monitor)
             )
             await self._receive_rest(socket)
             return reason
@@ -429,9 +429,17 @@ class EngineClient:
             pass
         return "the replica closed the connection"
 
-    async def _watch_silence(self) -> str:
+    async def _watch_silence(self, socket: zmq.asyncio.Socket) -> str:
         while True:
+            asleep_s = time.monotonic()
             await asyncio.sleep(self._heartbeat_s)
+            # If this loop stood still, then for so long nobody listened and nobody said Hello: that was
+            # our own silence, not the replica's. What it said meanwhile may still be unread.
+            overslept_s = time.monotonic() - asleep_s - self._heartbeat_s
+            self._heard_at = min(self._heard_at + overslept_s, time.monotonic())
+            reason = await self._take_frames(socket)
+            if reason is not None:
+                return reason
             if time.monotonic() - self._heard_at > self._silence_timeout_s:
                 return f"the replica said nothing for {self._silence_timeout_s:g} s"
             self._say_hello()

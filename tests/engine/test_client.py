@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -221,6 +222,27 @@ async def test_silent_replica_is_lost() -> None:
 
         engine.is_mute = False
         await client.connect()
+
+
+async def test_a_loop_that_stood_still_blames_no_replica() -> None:
+    """Whoever computes on the loop for long would otherwise end every tenant's requests."""
+    async with (
+        FakeEngine() as engine,
+        EngineClient(
+            engine.address, gateway_id="g1", heartbeat_s=0.05, silence_timeout_s=0.2
+        ) as client,
+    ):
+        await client.connect()
+        engine.script = Script(token_delay_s=0.01)
+        stream = await client.generate(make_request(max_tokens=40))
+        events = []
+        async for event in stream:
+            events.append(event)
+            if len(events) in (3, 20):
+                time.sleep(0.5)  # noqa: ASYNC251 - this is what is tested
+
+        assert events[-1].finish_reason == "length"
+        assert client.num_in_flight == 0
 
 
 async def test_heartbeats_notice_that_a_replica_drains() -> None:

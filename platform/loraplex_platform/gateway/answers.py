@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 from uuid import UUID
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex_platform.gateway.detokenizer import TokenBytes
@@ -36,6 +37,8 @@ from loraplex_platform.gateway.text_stream import ShownToken, TextPiece
 from loraplex_platform.gateway.tool_answers import ChoiceCalls
 from loraplex_platform.gateway.tools import ToolPlan
 
+_Part = TypeVar("_Part", ChatChoice, CompletionChoice, ContentLogprob)
+
 # JSON has no infinity; no real log-probability is this small.
 _MIN_LOGPROB = -9999.0
 
@@ -60,6 +63,12 @@ class WholeChoice:
     piece: TextPiece = field(default_factory=TextPiece)
     reason: FinishReasonText = "stop"
 
+    @classmethod
+    def of(cls, pieces: Sequence[TextPiece], reason: FinishReasonText) -> WholeChoice:
+        """From what was released, piece by piece."""
+        text = "".join(piece.text for piece in pieces)
+        return cls(TextPiece(text, [token for piece in pieces for token in piece.tokens]), reason)
+
 
 class Answer(Protocol):
     """How an endpoint shows a completion. Each frame is the JSON of one `data:` line."""
@@ -81,7 +90,7 @@ class Answer(Protocol):
         ...
 
     def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
-        """Everything in one body."""
+        """Everything in one body. Reads nothing that changes: any thread may do it."""
         ...
 
 
@@ -149,7 +158,11 @@ class ChatAnswer:
                 reason = self._calls[index].reason(reason)
             logprobs = self._logprobs(choice.piece.tokens)
             shown.append(
-                ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason)
+                _encoded(
+                    ChatChoice(
+                        index=index, message=message, logprobs=logprobs, finish_reason=reason
+                    )
+                )
             )
         return encode_json(
             ChatCompletion(
@@ -179,14 +192,14 @@ class ChatAnswer:
         num_top = self._head.num_top_logprobs
         if num_top is None:
             return None
-        content = []
-        for token in tokens:
-            label, raw = _named(self._token_bytes, token.token_id)
-            values = token.logprobs
-            pairs = zip(values.top_ids[:num_top], values.top_logprobs[:num_top], strict=True)
-            top = [TopLogprob(*self._shown(id_, logprob)) for id_, logprob in pairs]
-            content.append(ContentLogprob(label, _finite(values.logprob), raw, top))
-        return ChatLogprobs(content)
+        return ChatLogprobs([_encoded(self._content(token, num_top)) for token in tokens])
+
+    def _content(self, token: ShownToken, num_top: int) -> ContentLogprob:
+        label, raw = _named(self._token_bytes, token.token_id)
+        values = token.logprobs
+        pairs = zip(values.top_ids[:num_top], values.top_logprobs[:num_top], strict=True)
+        top = [TopLogprob(*self._shown(id_, logprob)) for id_, logprob in pairs]
+        return ContentLogprob(label, _finite(values.logprob), raw, top)
 
     def _shown(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
         label, raw = _named(self._token_bytes, token_id)
@@ -220,7 +233,8 @@ class CompletionAnswer:
     def whole(self, choices: Sequence[WholeChoice], usage: UsageReport) -> bytes:
         """The body of an answer that is not streamed."""
         shown = [
-            self._choice(index, choice.piece, choice.reason) for index, choice in enumerate(choices)
+            _encoded(self._choice(index, choice.piece, choice.reason))
+            for index, choice in enumerate(choices)
         ]
         return self._completion(shown, usage, is_whole=True)
 
@@ -269,6 +283,15 @@ class CompletionAnswer:
             top_logprobs=tops if num_top else None,
             text_offset=[token.offset for token in tokens],
         )
+
+
+def _encoded(part: _Part) -> _Part:
+    """`part` as JSON already, for a document that holds it.
+
+    The encoder keeps the interpreter's lock while it works: a large document in one call would stop every
+    other stream, also from a thread, and would need all its structs in memory at once.
+    """
+    return cast("_Part", msgspec.Raw(encode_json(part)))
 
 
 def _named(token_bytes: TokenBytes, token_id: int) -> tuple[str, list[int] | None]:

@@ -40,7 +40,12 @@ from loraplex_platform.gateway.errors import (
 )
 from loraplex_platform.gateway.event_stream import DONE, EventStream, frame
 from loraplex_platform.gateway.middleware import ARRIVED_S, REQUEST_UUID, request_id_of
-from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest
+from loraplex_platform.gateway.openai_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    FinishReasonText,
+    UsageReport,
+)
 from loraplex_platform.gateway.pump import (
     ChoiceEnded,
     ChoicePiece,
@@ -54,6 +59,7 @@ from loraplex_platform.gateway.pump import (
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
 from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.sampling import check_ids, sampling_params
+from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tokenization import too_long
 from loraplex_platform.gateway.tools import ToolPlan, plan_tools
 from loraplex_platform.ids import format_id
@@ -65,6 +71,8 @@ router = APIRouter(prefix="/v1", tags=["Completions"])
 
 _BODY_TIMEOUT_S = 60.0
 _SMALL_BODY_BYTES = 128 * 1024
+_SMALL_ANSWER = 16 * 1024  # of `TextPiece.size`: a few milliseconds of work
+MAX_LOGPROB_VALUES = 2**18  # in one answer
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for completions
 
 
@@ -91,6 +99,7 @@ async def create_chat_completion(
         "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
     )
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    _check_logprobs(body, max_tokens, num_top_logprobs, "top_logprobs")
     sampling = await sampling_params(gateway.tokenizer, body, max_tokens, num_top_logprobs)
     job = _job(
         request,
@@ -130,6 +139,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         _DEFAULT_COMPLETION_TOKENS, context_length - len(prompt_ids)
     )
     _check_max_tokens(max_tokens, len(prompt_ids), context_length, "max_tokens")
+    _check_logprobs(body, max_tokens, body.logprobs, "logprobs")
     sampling = await sampling_params(gateway.tokenizer, body, max_tokens, body.logprobs)
     job = _job(
         request,
@@ -226,6 +236,23 @@ def _check_max_tokens(max_tokens: int, num_prompt: int, context_length: int, par
             f"This model's maximum context length is {context_length} tokens, but the prompt has"
             f" {num_prompt} tokens and '{param}' asks for {max_tokens}: {num_prompt + max_tokens}"
             f" in all. Ask for at most {context_length - num_prompt}.",
+            param=param,
+        )
+
+
+def _check_logprobs(
+    body: ChatRequest | CompletionRequest, max_tokens: int, num_top: int | None, param: str
+) -> None:
+    """Bound what an answer holds, and what waits here for a client that reads slowly."""
+    if num_top is None:
+        return
+    num_choices = body.n or 1
+    num_wanted = num_choices * max_tokens * (num_top + 1)
+    if num_wanted > MAX_LOGPROB_VALUES:
+        raise InvalidValueError(
+            f"Invalid value for '{param}': {num_choices} choices of up to {max_tokens} tokens with"
+            f" {num_top + 1} log-probabilities each are {num_wanted} values, more than"
+            f" {MAX_LOGPROB_VALUES}. Ask for fewer, or for fewer tokens or choices.",
             param=param,
         )
 
@@ -353,19 +380,36 @@ async def _first_event(pump: Pump, hold_s: float, *, is_bounded: bool) -> PumpEv
 
 
 async def _whole(pump: Pump, answer: Answer, first: PumpEvent | None) -> bytes:
-    choices = [WholeChoice() for _ in range(pump.job.sampling.n)]
+    pieces: list[list[TextPiece]] = [[] for _ in range(pump.job.sampling.n)]
+    reasons: list[FinishReasonText] = ["stop"] * len(pieces)
     event = first
     while True:
         match event:
             case ChoicePiece():
-                choices[event.index].piece.extend(event.piece)
+                pieces[event.index].append(event.piece)
             case ChoiceEnded():
-                choices[event.index].reason = event.reason
+                reasons[event.index] = event.reason
             case Finished():
-                return answer.whole(choices, event.usage)
+                return await _build(answer, pieces, reasons, event.usage)
             case Failed():
                 raise event.error
         event = await pump.next_event()
+
+
+async def _build(
+    answer: Answer,
+    pieces: list[list[TextPiece]],
+    reasons: list[FinishReasonText],
+    usage: UsageReport,
+) -> bytes:
+    """The body; a large one in a thread, so that it does not hold up everybody's streams."""
+
+    def build() -> bytes:
+        ends = zip(pieces, reasons, strict=True)
+        return answer.whole([WholeChoice.of(mine, reason) for mine, reason in ends], usage)
+
+    size = sum(piece.size for mine in pieces for piece in mine)
+    return build() if size <= _SMALL_ANSWER else await asyncio.to_thread(build)
 
 
 async def _chunks(

@@ -15,6 +15,8 @@ from loraplex_engine.protocol import TokenLogprobs
 from loraplex_platform.gateway.detokenizer import Detokenizer, TokenBytes
 from loraplex_platform.gateway.stops import StopMatch, StopMatcher
 
+_LOGPROB_CHARS = 80  # of JSON per log-probability
+
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
@@ -36,6 +38,13 @@ class TextPiece:
         """Append what a later push released."""
         self.text += other.text
         self.tokens += other.tokens
+
+    @property
+    def size(self) -> int:
+        """How much work showing it is, in about characters."""
+        return len(self.text) + _LOGPROB_CHARS * sum(
+            1 + len(token.logprobs.top_ids) for token in self.tokens
+        )
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens)

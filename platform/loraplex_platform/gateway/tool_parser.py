@@ -152,10 +152,10 @@ class ToolCallParser:
             if END.startswith(text[position:]):
                 self._mark = text[position:]
                 return position
-        if block.is_over:
+        had_begun, was_over = block.has_begun, block.is_over
+        if was_over:
             self._leave_block(block, "")  # the end mark is missing
             return position
-        had_begun = block.has_begun
         arguments = block.push(character)
         if block.is_broken:
             self._leave_block(block, "")
