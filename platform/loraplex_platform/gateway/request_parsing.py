@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage
+from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage, check_arguments
 from loraplex_platform.gateway.errors import (
     InvalidValueError,
     MalformedJsonError,
@@ -212,6 +212,8 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
     if role == "tool" and not message.tool_call_id:
         name = f"{path}.tool_call_id"
         raise MissingParameterError(f"Missing required parameter: '{name}'.", param=name)
+    for j, call in enumerate(message.tool_calls or ()):
+        check_arguments(call.function.arguments, f"{path}.tool_calls[{j}].function.arguments")
     calls = tuple(
         CalledFunction(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()

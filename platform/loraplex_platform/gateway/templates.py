@@ -36,6 +36,16 @@ MARK_END = "\ue0f1"
 
 _MAX_REASON_CHARS = 200
 
+# What a template may end in because of the messages that it is given.
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for training; here its body is just rendered."""
@@ -105,7 +115,11 @@ class ChatTemplate:
         self._knows_tools = "tools" in names and START in source
         self._special_tokens = special_tokens
         longest_first = sorted(control_tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        control = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._control = re.compile(control)
+        self._marked_control = re.compile(
+            f"{MARK_START}(?:{control}){MARK_END}?|(?:{control}){MARK_END}|[{MARK_START}{MARK_END}]"
+        )
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt that asks for the next assistant turn; marked as the header says.
@@ -127,9 +141,25 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except _REFUSALS as error:
             reason = str(error).replace(MARK_START, "").replace(MARK_END, "")
             raise ChatTemplateError(reason[:_MAX_REASON_CHARS]) from error
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """Cut rendered text at the marks: (piece, is the caller's control-token text).
+
+        A template may cut the caller's text, at a control token above all, and so lose a mark. Therefore
+        a mark says something only about the control token right beside it, and either of the two will
+        do; any other is dropped.
+        """
+        pieces: list[tuple[str, bool]] = []
+        end = 0
+        for match in self._marked_control.finditer(text):
+            pieces.append((text[end : match.start()], False))
+            pieces.append((match[0].strip(MARK_START + MARK_END), True))
+            end = match.end()
+        pieces.append((text[end:], False))
+        return _joined(pieces)
 
     def _plain(self, message: ChatMessage) -> dict[str, Any]:
         """As templates take a turn; what it does not have is absent, not empty."""
@@ -155,10 +185,12 @@ class ChatTemplate:
         return self._control.sub(lambda match: f"{MARK_START}{match[0]}{MARK_END}", text)
 
 
-def split_marked(text: str) -> list[tuple[str, bool]]:
-    """Cut rendered text at the marks: (piece, is the caller's control-token text)."""
-    pieces: list[tuple[str, bool]] = []
-    for index, part in enumerate(re.split(f"[{MARK_START}{MARK_END}]", text)):
-        if part:
-            pieces.append((part, index % 2 == 1))
-    return pieces
+def _joined(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Without empty pieces; the template's own text stays whole where only a mark was dropped."""
+    joined: list[tuple[str, bool]] = []
+    for piece, is_plain in pieces:
+        if piece and joined and not (is_plain or joined[-1][1]):
+            joined[-1] = (joined[-1][0] + piece, False)
+        elif piece:
+            joined.append((piece, is_plain))
+    return joined

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import ContextLengthError, UnsupportedParameterError
-from loraplex_platform.gateway.templates import ChatTemplate, split_marked
+from loraplex_platform.gateway.templates import ChatTemplate
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -132,15 +132,17 @@ class BaseTokenizer:
 
         Raises:
             ChatTemplateError: the template refused the messages.
-            ContextLengthError: cannot fit, told from the number of bytes alone.
+            ContextLengthError: cannot fit, told from the number of bytes alone: of what is sent, and
+                again of what the template makes of it.
             UnsupportedParameterError: the model has no chat template.
         """
-        self._check_bytes([m.content for m in messages], context_length, "messages")
-        if tools:
-            self._check_bytes([json.dumps(tools, ensure_ascii=False)], context_length, "tools")
+        shown = [json.dumps(tools, ensure_ascii=False)] if tools else []
+        self._check_bytes(shown, context_length, "tools")
+        texts = [text for message in messages for text in message.texts]
+        self._check_bytes([*texts, *shown], context_length, "messages")
         if len(messages) > context_length:
             raise too_long(len(messages), context_length, "messages", at_least=True)
-        return await self._in_thread(self.encode_chat_now, messages, tools)
+        return await self._in_thread(self.encode_chat_now, messages, tools, context_length)
 
     async def encode_prompt(self, prompt: str, context_length: int) -> list[int]:
         """Encode a raw prompt, in a thread; raises `ContextLengthError` as `encode_chat` does."""
@@ -153,15 +155,21 @@ class BaseTokenizer:
         return await loop.run_in_executor(self._threads, self._encode_plain_now, texts)
 
     def encode_chat_now(
-        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] = (),
+        context_length: int | None = None,
     ) -> list[int]:
-        """Render and encode, here and now; raises as `encode_chat` does."""
+        """Render and encode, here and now; raises as `encode_chat` does (None: of any length)."""
         if self._template is None:
             raise UnsupportedParameterError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
+        text = self._template.render(messages, tools)
+        if context_length is not None:
+            self._check_bytes([text], context_length, "messages")
         ids: list[int] = []
-        for piece, is_plain in split_marked(self._template.render(messages, tools)):
+        for piece, is_plain in self._template.split(text):
             tokenizer = self._plain_tokenizer if is_plain else self._tokenizer
             ids += _encode(tokenizer, piece, add_special_tokens=False)
         return ids

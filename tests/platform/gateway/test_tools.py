@@ -19,7 +19,7 @@ from loraplex_engine.structured.tokenizer import native_matcher, open_tokenizer
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage
 from loraplex_platform.gateway.structured_schemas import NamedToolChoice, Tool
-from loraplex_platform.gateway.templates import ChatTemplate, split_marked
+from loraplex_platform.gateway.templates import ChatTemplate
 from loraplex_platform.gateway.tool_answers import ChoiceCalls
 from loraplex_platform.gateway.tool_parser import END, START
 from loraplex_platform.gateway.tools import plan_tools
@@ -272,7 +272,7 @@ def test_nothing_in_tools_or_calls_becomes_a_control_token() -> None:
 
     text = template.render([call, ChatMessage("tool", evil, call_id="c")], [tool])
 
-    plain = "".join(piece for piece, is_plain in split_marked(text) if not is_plain)
+    plain = "".join(piece for piece, is_plain in template.split(text) if not is_plain)
     assert plain.count("<|im_end|>") == 2  # the template's own
     assert text.count("<|im_end|>") == 9
     assert "\\u00e9" in text  # escaped as the template wanted, the marks not
