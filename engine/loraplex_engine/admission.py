@@ -26,6 +26,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")  # it becomes a path in the adapter
 _INT32_MAX = 2**31 - 1
 MAX_PENALTY = 2.0  # presence and frequency; OpenAI's range
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range
+MAX_TEMPERATURE = 100.0  # all but uniform; the arithmetic is in float32
 # Beyond these a penalty is a ban or a certainty, which allowed and bad words say better.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_ID_CHARS = 64  # a UUID has 36; ids go into the journal, whose records are bounded
@@ -87,7 +88,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {sampling.max_tokens}: it must be at least 1")
     for field, value, lowest, highest in (
-        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("temperature", sampling.temperature, 0.0, MAX_TEMPERATURE),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         ("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
@@ -154,10 +155,9 @@ def _check_id_lists(sampling: SamplingParams, vocab_size: int) -> None:
 def _check_number(field: str, value: float, lowest: float, highest: float) -> None:
     """NaN is in no range, infinity in none either."""
     if not (math.isfinite(value) and lowest <= value <= highest):
-        bounds = f"at least {lowest:g}"
-        if math.isfinite(highest):
-            bounds = f"between {lowest:g} and {highest:g}"
-        raise InvalidRequestError(f"{field} is {value}: it must be finite and {bounds}")
+        raise InvalidRequestError(
+            f"{field} is {value}: it must be finite and between {lowest:g} and {highest:g}"
+        )
 
 
 def _check_ids(field: str, lowest: int, highest: int, vocab_size: int) -> None:

@@ -65,6 +65,8 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids holds 97"),
         ({"stop_token_ids": (-2,)}, "stop_token_ids holds -2"),
         ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"temperature": 1e300}, r"temperature is 1e\+300: .* between 0 and 100"),
+        ({"temperature": 100.1}, "temperature is 100.1"),
         ({"min_p": 1.5}, "min_p is 1.5: it must be finite and between 0 and 1"),
         ({"min_p": float("nan")}, "min_p is nan"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
