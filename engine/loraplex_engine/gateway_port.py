@@ -463,7 +463,9 @@ class GatewayPort:
                 case Admitted():
                     self._answer(item)
                 case Poisoned():
-                    events = self._fail([item.request], "the request could not be queued", {})
+                    key = (item.request.request_id, item.request.attempt)
+                    poisoned = [item.request] if key in self._live else []
+                    events = self._fail(poisoned, "the request could not be queued", {})
                     frames += self._make_frames(0, events, ended)
                 case Started():
                     self.facts = item.facts
@@ -474,6 +476,9 @@ class GatewayPort:
                     requests = [live.request for live in self._live.values()]
                     events = self._fail(requests, "the engine failed", item.usage)
                     frames += self._make_frames(0, events, ended)
+                    # Another thread may have said so while steps went on: every request has ended
+                    # now, and nothing that comes after is about any.
+                    break
                 case _:
                     item()
         if ended:
@@ -488,7 +493,9 @@ class GatewayPort:
     def _answer(self, admitted: Admitted) -> None:
         request, refusal = admitted.request, admitted.refusal
         key = (request.request_id, request.attempt)
-        live = self._live[key]
+        live = self._live.get(key)
+        if live is None:
+            return  # it has been ended without the loop
         is_there = live.identity in self._gateways  # else its abort is on the way to the loop
         if refusal is None:
             if is_there:
