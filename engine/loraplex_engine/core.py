@@ -114,9 +114,14 @@ class EngineCore:
         )
         self._grammars.begin(group.choices)
         self._next_seq += len(group.choices)
-        self._live[identity] = group
-        for choice in group.choices:
-            self._scheduler.add(choice)
+        try:
+            for choice in group.choices:
+                self._scheduler.add(choice)
+        except BaseException:
+            for choice in group.choices:
+                self._scheduler.withdraw(choice)
+            raise
+        self._live[identity] = group  # the last: what is live is queued, all of it
 
     def abort(
         self,
@@ -168,6 +173,11 @@ class EngineCore:
         return bool(self._live or self._events)
 
     def step(self) -> list[TokenEvent]:
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the last `step` found requests waiting for nothing that could come, and nobody runs."""
+        return self._scheduler.is_stuck
+
         """Compute one step, if anything can run, and return all events since the last call.
 
         What the executor raises passes through: its rows are in an unknown state then, so the process

@@ -37,6 +37,8 @@ from loraplex_engine.request import BASE_SLOT, BlockReason, Ending, Request, Req
 from loraplex_engine.speculative import DraftCounts, Drafter, DraftWant
 from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
 
+# What waiting requests wait for that other threads are at work on.
+BROUGHT_BY_OTHERS = (BlockReason.ADAPTER_LOADING, BlockReason.GRAMMAR)
 # What a step keeps for the oldest prefill under way when others pass it: it ends, whoever comes.
 PASSED_SHARE = 16  # one token in so many
 
@@ -197,6 +199,13 @@ class Scheduler:
         """Those of them that were found."""
         return self._kv.num_hit_tokens
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nobody runs and somebody waits for what no other thread brings: as of the last step."""
+        return not self._running and any(
+            request.blocked_on not in BROUGHT_BY_OTHERS for request in self._waiting.requests()
+        )
+
     def commit(self, request: Request, num_written: int) -> None:
         """A running request's first `num_written` tokens are computed, and its last logits finite."""
         self._kv.commit(request, num_written)
@@ -217,6 +226,12 @@ class Scheduler:
         if deadline is not None:
             heappush(self._deadlines, (deadline, request.seq, request))
             self._forget_past_deadlines()
+
+    def withdraw(self, request: Request) -> None:
+        """As `remove`, of a request that `add` may have failed to queue."""
+        if any(queued is request for queued in self._waiting.requests()):
+            self.remove(request)
+        request.status = RequestStatus.FINISHED
 
     def remove(self, request: Request) -> None:
         """Take a request out for good, wherever it is, with all it holds."""
@@ -622,8 +637,12 @@ class Scheduler:
         batch.num_preempted += 1
 
     def _enqueue(self, request: Request) -> None:
-        self._waiting.push(request)
         self.meter.enter(request)
+        try:
+            self._waiting.push(request)
+        except BaseException:
+            self.meter.leave(request)
+            raise
 
     def _end(self, batch: _Batch, request: Request, ending: Ending) -> None:
         self.remove(request)

@@ -46,6 +46,11 @@ class Core(Protocol):
 
     last_step_num_tokens: int  # that the last `step` computed; 0: nothing could run
 
+    @property
+    def is_stuck(self) -> bool:
+        """Nobody runs, and somebody waits for neither an adapter to load nor a grammar to compile."""
+        ...
+
     def add(self, generate: Generate) -> None: ...
     def abort(
         self,
@@ -152,6 +157,7 @@ class StepLoop:
         publish: takes each output, in order; called on the loop's thread, must not block.
         observe_step: (seconds, tokens computed) of each step that computed something.
         observe_load: (tier, seconds) of each adapter load.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -161,6 +167,7 @@ class StepLoop:
         *,
         observe_step: Callable[[float, int], None] = lambda seconds, num_tokens: None,
         observe_load: Callable[[str, float], None] = lambda tier, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats: EngineStats | None = None  # as of the last step; replaced whole
         self.error: Exception | None = None  # what ended the loop
@@ -169,6 +176,7 @@ class StepLoop:
         self._publish = publish
         self._observe_step = observe_step
         self._observe_load = observe_load
+        self._clock = clock
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._is_stopping = False
@@ -202,9 +210,9 @@ class StepLoop:
         return self._thread.is_alive()
 
     def stalled_s(self) -> float:
-        """Seconds for which there has been work to compute and no step was completed; 0: fine."""
+        """Seconds for which there has been work that waits for no other thread, and none was done; 0: fine."""
         progress_at = self._progress_at
-        return 0.0 if progress_at is None else max(0.0, time.monotonic() - progress_at)
+        return 0.0 if progress_at is None else max(0.0, self._clock() - progress_at)
 
     # ------------------------------------------------------------------ the thread
 
@@ -237,19 +245,19 @@ class StepLoop:
                 engine.tidy()
                 self.stats = engine.stats()
                 continue
-            started_at = time.monotonic()
+            started_at = self._clock()
             if self._progress_at is None:
                 self._progress_at = started_at
             events = core.step()
             num_tokens = core.last_step_num_tokens
             stats = self.stats = engine.stats()
             if num_tokens:
-                self._progress_at = time.monotonic()
+                self._progress_at = self._clock()
                 self.last_step_unix_s = time.time()
                 self._observe_step(self._progress_at - started_at, num_tokens)
-            elif stats.num_running == 0:
-                # All wait for adapters to load: slow, perhaps, but this thread is well.
-                self._progress_at = time.monotonic()
+            elif stats.num_running == 0 and not core.is_stuck:
+                # All wait for adapters and grammars: slow, perhaps, but this thread is well.
+                self._progress_at = self._clock()
             if events:
                 self._publish(StepOutput(self._next_step_id, events))
                 self._next_step_id += 1
