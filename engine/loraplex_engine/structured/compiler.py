@@ -10,7 +10,7 @@ second build costs what the first was measured to cost; it runs without the inte
 | endless or huge compilations | the worker is killed; only that grammar fails |
 | a long queue | `max_queued` in all, `max_queued_per_tenant` of them each; more is refused |
 | to go first | tenants take turns |
-| the same bad grammar again | a failure is remembered for `FAILURE_TTL_S` |
+| the same bad grammar again | a failure of its own is remembered for `FAILURE_TTL_S` |
 | to fill the cache, to learn of others' grammars | keys hold the tenant; half of the bytes at most are one's |
 
 A compiled grammar in use outlives its place in the cache.
@@ -292,6 +292,8 @@ class GrammarCompiler:
             self.num_failed += 1
             entry.failed_at_s = self._clock()
             entry.error = error
+            if isinstance(error, GrammarUnavailableError):
+                self._forget(entry)  # a passing fault, and not the grammar's
             log.info("grammar_refused", tenant_id=entry.tenant_id, code=error.code)
         else:
             self.num_compiled += 1

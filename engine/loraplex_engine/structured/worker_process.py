@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from loraplex_engine.structured.errors import GrammarTooComplexError, GrammarUna
 from loraplex_engine.structured.worker_frames import HEADER, Setup, Trial, Verdict, frame
 
 _START_LIMIT_S = 60.0  # an interpreter and a tokenizer, on a machine that may be busy
+_NUM_TRIES = 2  # of a grammar whose worker got no CPU, or was killed by somebody
 _COMMAND = (sys.executable, "-m", "loraplex_engine.structured.worker")
 
 
@@ -27,7 +29,8 @@ class WorkerProcess:
     """A worker that is started when it is first needed, and again after each death.
 
     Args:
-        wall_limit_s: a trial that takes longer is killed, however little CPU time it had.
+        wall_limit_s: a trial that takes longer is killed, however little CPU time it had. What its CPU
+            time allows takes less, so then the machine is at fault, not the grammar.
     """
 
     def __init__(self, setup: Setup, *, wall_limit_s: float) -> None:
@@ -42,15 +45,26 @@ class WorkerProcess:
 
         Raises:
             GrammarTooComplexError: the worker died of it.
-            GrammarUnavailableError: there is no worker to be had.
+            GrammarUnavailableError: there is no worker to be had, or none that is left to work.
         """
         has_fresh_worker = self._process is None
+        num_tries = 0
         while True:
             process = self._started()
             try:
                 return self._ask(process, Trial(grammar=grammar), self._wall_limit_s)
             except _GoneError as error:
                 self.close()
+                # SIGKILL is no limit of ours: the system lacks memory.
+                was_killed = str(error) == "read" and process.returncode == -signal.SIGKILL
+                if str(error) == "silent" or was_killed:
+                    has_fresh_worker = True
+                    num_tries += 1
+                    if num_tries < _NUM_TRIES:
+                        continue
+                    raise GrammarUnavailableError(
+                        "the grammar could not be tried: the replica has no time or memory for it now"
+                    ) from None
                 if not has_fresh_worker and process.poll() is not None and str(error) == "write":
                     has_fresh_worker = True  # it had died before, of something else
                     continue
