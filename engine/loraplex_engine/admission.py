@@ -18,15 +18,17 @@ from loraplex_engine.protocol import (
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     Generate,
     SamplingParams,
 )
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")  # it becomes a path in the adapter store
 _INT32_MAX = 2**31 - 1
+MAX_TEMPERATURE = 100.0  # all but uniform; the arithmetic is in float32
 MAX_PENALTY = 2.0  # presence and frequency; OpenAI's range
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range
-MAX_TEMPERATURE = 100.0  # all but uniform; the arithmetic is in float32
 # Beyond these a penalty is a ban or a certainty, which allowed and bad words say better.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_ID_CHARS = 64  # a UUID has 36; ids go into the journal, whose records are bounded
@@ -41,7 +43,9 @@ class ModelLimits:
     max_model_len: int  # longest prompt plus output, in tokens
 
 
-def check_request(generate: Generate, limits: ModelLimits, num_kv_slots: int) -> None:
+def check_request(
+    generate: Generate, limits: ModelLimits, num_kv_slots: int, max_waiting: int
+) -> None:
     """Refuse what cannot run.
 
     Prompt plus max_tokens within the bound means that a request's context never ends before its
@@ -49,6 +53,7 @@ def check_request(generate: Generate, limits: ModelLimits, num_kv_slots: int) ->
 
     Args:
         num_kv_slots: tokens that the whole KV cache holds.
+        max_waiting: requests that the whole queue holds; each of n choices takes a place.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names the field.
@@ -66,13 +71,16 @@ def check_request(generate: Generate, limits: ModelLimits, num_kv_slots: int) ->
         raise InvalidRequestError("prompt_token_ids is empty: a prompt has at least one token")
     _check_ids("prompt_token_ids", min(prompt), max(prompt), limits.vocab_size)
     _check_sampling(generate.sampling, limits.vocab_size)
+    if generate.sampling.n > max_waiting:
+        raise InvalidRequestError(
+            f"n is {generate.sampling.n}: this replica queues at most {max_waiting} choices"
+        )
     digest = generate.adapter_digest
     if digest is not None and _DIGEST.fullmatch(digest) is None:
         raise InvalidRequestError("adapter_digest is not 'sha256:' and 64 lower-case hex digits")
     if abs(generate.priority) > _INT32_MAX:
         raise InvalidRequestError(f"priority is {generate.priority}: it must fit 32 bits")
-    if not (math.isfinite(generate.weight) and generate.weight > 0):
-        raise InvalidRequestError(f"weight is {generate.weight}: it must be finite and above 0")
+    _check_number("weight", generate.weight, MIN_WEIGHT, MAX_WEIGHT)
     if generate.deadline_unix_s is not None and not math.isfinite(generate.deadline_unix_s):
         raise InvalidRequestError("deadline_unix_s is not a finite number")
     wanted = len(prompt) + generate.sampling.max_tokens

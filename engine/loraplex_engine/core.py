@@ -93,8 +93,9 @@ class EngineCore:
             return
         if self.is_draining:
             raise DrainingError("the replica is shutting down", retry_after_s=RETRY_AFTER_S)
-        check_request(generate, self.limits, self._scheduler.num_kv_slots)
-        if not self._scheduler.has_place_for(generate.tenant_id):
+        max_waiting = self._scheduler.limits.max_waiting
+        check_request(generate, self.limits, self._scheduler.num_kv_slots, max_waiting)
+        if not self._scheduler.has_place_for(generate.tenant_id, generate.sampling.n):
             num_waiting = self._scheduler.num_waiting
             raise QueueFullError(
                 f"{num_waiting} requests are waiting already",

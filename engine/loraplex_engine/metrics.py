@@ -288,7 +288,8 @@ class _StateCollector(Collector):
         )
         yield self._gauge(
             "service_gap_bound",
-            "Widest gap that this replica's limits make possible.",
+            "Widest gap that this replica's limits and the tenants of now make possible; what is not"
+            " charged (rejected drafts, recomputed tokens, grammar time) is outside it.",
             stats.service_gap_bound,
         )
 

@@ -19,6 +19,7 @@ PROTOCOL_VERSION = 2
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16  # n
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3  # of a tenant; the bound on the service gap goes as 1 / weight
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
@@ -90,7 +91,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     sampling: SamplingParams
     adapter_digest: str | None = None  # "sha256:<64 hex>"; None: the base model
     priority: int = 0  # larger is more urgent
-    weight: float = 1.0
+    weight: float = 1.0  # MIN_WEIGHT to MAX_WEIGHT
     deadline_unix_s: float | None = None  # still waiting then: dropped with `deadline_exceeded`
 
 
@@ -301,7 +302,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     # Fair scheduling; all 0 under another policy. In units of service: `policies.fair`.
     service_gap: float = 0.0  # widest seen between the accounts of two tenants who wait
     service_gap_promised: float = 0.0  # widest that was possible, given what was admitted
-    service_gap_bound: float = 0.0  # widest that this replica's limits allow
+    service_gap_bound: float = 0.0  # widest that its limits and the tenants of now allow
     prefix_cache_query_tokens_total: int = 0  # prompt tokens looked up, once per request
     prefix_cache_hit_tokens_total: int = 0
     spec_drafts_total: int = 0  # blocks of draft tokens: rows and steps that had some

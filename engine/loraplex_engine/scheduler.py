@@ -214,10 +214,10 @@ class Scheduler:
         """Empty the prefix cache."""
         self._kv.forget_cached()
 
-    def has_place_for(self, tenant_id: str) -> bool:
-        """Whether a tenant may queue one more request."""
+    def has_place_for(self, tenant_id: str, count: int) -> bool:
+        """Whether a tenant may queue so many more requests, all or none."""
         num_places = self.limits.max_waiting - len(self._waiting)
-        return self._waiting.has_place_for(tenant_id, num_places)
+        return self._waiting.has_place_for(tenant_id, num_places, count)
 
     def add(self, request: Request) -> None:
         """Queue a request."""

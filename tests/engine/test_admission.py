@@ -16,11 +16,16 @@ from tests.support.engine_fakes import EOS, VOCAB_SIZE, digest, make_request
 LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}), max_model_len=64)
 
 
-def check(num_kv_slots: int = 1_000, sampling: dict[str, Any] | None = None, **fields: Any) -> None:
+def check(
+    num_kv_slots: int = 1_000,
+    sampling: dict[str, Any] | None = None,
+    max_waiting: int = 100,
+    **fields: Any,
+) -> None:
     request = make_request()
     if sampling is not None:
         fields["sampling"] = msgspec.structs.replace(request.sampling, **sampling)
-    check_request(msgspec.structs.replace(request, **fields), LIMITS, num_kv_slots)
+    check_request(msgspec.structs.replace(request, **fields), LIMITS, num_kv_slots, max_waiting)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +43,20 @@ def check(num_kv_slots: int = 1_000, sampling: dict[str, Any] | None = None, **f
         ({"priority": 2**40}, "priority is"),
         ({"weight": 0.0}, "weight is 0.0"),
         ({"weight": float("inf")}, "weight is inf"),
+        ({"weight": 5e-324}, "weight is 5e-324: .* between 0.001 and 1000"),
+        ({"weight": 1000.1}, "weight is 1000.1"),
         ({"deadline_unix_s": float("nan")}, "deadline_unix_s"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         check(**fields)
+
+
+def test_more_choices_than_the_queue_holds_are_refused_for_good() -> None:
+    check(sampling={"n": 8}, max_waiting=8)
+    with pytest.raises(InvalidRequestError, match=r"n is 9: .* at most 8 choices"):
+        check(sampling={"n": 9}, max_waiting=8)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +67,8 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e300}, r"temperature is 1e\+300: .* between 0 and 100"),
+        ({"temperature": 100.1}, "temperature is 100.1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": float("nan")}, "top_p is nan"),
@@ -65,8 +80,6 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids holds 97"),
         ({"stop_token_ids": (-2,)}, "stop_token_ids holds -2"),
         ({"min_p": -0.1}, "min_p is -0.1"),
-        ({"temperature": 1e300}, r"temperature is 1e\+300: .* between 0 and 100"),
-        ({"temperature": 100.1}, "temperature is 100.1"),
         ({"min_p": 1.5}, "min_p is 1.5: it must be finite and between 0 and 1"),
         ({"min_p": float("nan")}, "min_p is nan"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),

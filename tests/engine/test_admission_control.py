@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from loraplex_engine.errors import QueueFullError
-from loraplex_engine.policies import FairPolicy, PriorityPolicy
+from loraplex_engine.config import PolicyName
+from loraplex_engine.errors import InvalidRequestError, QueueFullError
+from loraplex_engine.policies import FairPolicy, FcfsPolicy, Policy, PriorityPolicy, make_policy
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 from loraplex_engine.request import BlockReason, Request
 
@@ -360,6 +361,57 @@ def test_a_noisy_tenant_cannot_close_the_queue_to_others() -> None:
     engine.core.add(make_request("quiet", max_tokens=1, tenant="quiet"))
 
     assert first_seen(engine.run())[:2] == ["noisy0", "quiet"]
+
+
+@pytest.mark.parametrize("policy", [FcfsPolicy(), FairPolicy(30.0)], ids=["fcfs", "fair"])
+def test_each_choice_takes_a_place_in_the_queue(policy: Policy) -> None:
+    engine = make_engine(max_num_seqs=1, max_waiting=8, policy=policy)
+    engine.core.add(make_request("one", max_tokens=1, tenant="a"))
+    with pytest.raises(QueueFullError):
+        engine.core.add(make_request("eight", n=8, max_tokens=1, tenant="a"))
+    with pytest.raises(InvalidRequestError, match="n is 9"):
+        engine.core.add(make_request("nine", n=9, max_tokens=1, tenant="a"))
+    assert engine.scheduler.num_waiting == 1
+
+    engine.core.add(make_request("six", n=6, max_tokens=1, tenant="a"))
+    engine.core.add(make_request("other", max_tokens=1, tenant="b"))
+
+    assert engine.scheduler.num_waiting == 8
+    engine.run()
+    engine.core.add(make_request("eight", n=8, max_tokens=1, tenant="a"))  # the queue is empty
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("num_low", [1, 3])
+@pytest.mark.parametrize("name", ["fair", "fcfs"])
+def test_higher_classes_do_not_stop_prefills_under_way(name: PolicyName, num_low: int) -> None:
+    """There is always more of the higher class than a step can take, and nothing ages in here."""
+    engine = make_engine(
+        num_blocks=2_048,
+        max_num_seqs=16,
+        max_model_len=256,
+        policy=make_policy(name, aging_s=30.0, most_charged=1e9),
+    )
+    for count in range(num_low):
+        engine.core.add(
+            make_request(f"low{count}", [5 + count] * 200, max_tokens=2, tenant=f"low{count}")
+        )
+    for _ in range(num_low):
+        engine.core.step()
+    under_way = running(engine)
+    events: list[TokenEvent] = []
+    num_high = 0
+    for _ in range(400):
+        while engine.scheduler.num_waiting < 5:
+            prompt = [1 + num_high % 90] * 32
+            high = make_request(f"high{num_high}", prompt, max_tokens=1, priority=5, tenant="high")
+            engine.core.add(high)
+            num_high += 1
+        events += engine.core.step()
+
+    assert len(under_way) == (num_low if name == "fair" else 1)  # the others' turn never comes
+    assert [name for name in first_seen(events) if name.startswith("low")] == under_way
 
 
 # ------------------------------------------------------------------ nobody waits for ever

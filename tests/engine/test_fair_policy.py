@@ -13,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loraplex_engine.policies import FairPolicy, max_charge
 from loraplex_engine.policies import fair as fair_module
-from loraplex_engine.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT, TENANT_PATIENCE
+from loraplex_engine.policies.fair import (
+    INPUT_WEIGHT,
+    OUTPUT_WEIGHT,
+    QUEUE_SHARE,
+    TENANT_PATIENCE,
+)
 from loraplex_engine.request import Request
 
 from tests.support.engine_fakes import make_request
@@ -308,6 +313,37 @@ def test_noisy_tenants_leave_places_in_the_queue_for_who_comes_new(num_noisy: in
     assert sum(queued.values()) >= 0.9 * size - 1
     assert stand.policy.has_place_for("new", size - len(stand.policy))
     assert not stand.policy.has_place_for("new", 0)
+
+
+def test_many_at_once_are_queued_as_they_would_be_one_by_one() -> None:
+    stand = Stand()
+    assert stand.policy.has_place_for("x", 10, 10)  # all of an empty queue
+    assert not stand.policy.has_place_for("x", 10, 11)
+    for _ in range(5):
+        stand.push("x")
+
+    allowed = [count for count in range(1, 11) if stand.policy.has_place_for("x", 10, count)]
+
+    num_queued = 0  # one by one: 5 + num_queued < 9 * (10 - num_queued)
+    while 5 + num_queued < QUEUE_SHARE * (10 - num_queued):
+        num_queued += 1
+    assert allowed == list(range(1, num_queued + 1))
+
+
+def test_the_bound_is_of_the_weights_of_who_is_there() -> None:
+    stand = Stand()
+    stand.policy = FairPolicy(AGING_S, most_charged=100.0)
+    assert stand.policy.service_gap().bound == 100.0
+    light = stand.push("light", weight=0.01)
+    heavy = stand.push("heavy", weight=4.0)
+    assert stand.policy.service_gap().bound == pytest.approx(10_000.0)
+
+    stand.policy.admit(light)
+    assert stand.policy.service_gap().bound == pytest.approx(10_000.0)  # it runs
+    stand.policy.leave(light)
+
+    assert stand.policy.service_gap().bound == 25.0
+    stand.serve(heavy)
 
 
 def test_idle_tenants_and_classes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

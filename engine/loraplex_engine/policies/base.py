@@ -22,7 +22,9 @@ class ServiceGap:
 
     widest: float  # seen
     promised: float  # possible, from what the requests admitted might be charged
-    bound: float  # possible, whatever is sent
+    # Possible with the tenants of now, whatever they send. It has the least of their weights in it, so it
+    # falls when a light tenant leaves; `widest` and `promised` do not.
+    bound: float
 
 
 class Policy(Protocol):
@@ -36,8 +38,8 @@ class Policy(Protocol):
         """How many requests wait."""
         ...
 
-    def has_place_for(self, tenant_id: str, num_places: int) -> bool:
-        """Whether a tenant may queue one more, of the `num_places` requests that still may."""
+    def has_place_for(self, tenant_id: str, num_places: int, count: int = 1) -> bool:
+        """Whether a tenant may queue `count` more at once, of the `num_places` requests that still may."""
         ...
 
     def push(self, request: Request) -> None:
@@ -102,8 +104,8 @@ class StaticPolicy:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def has_place_for(self, tenant_id: str, num_places: int) -> bool:
-        return num_places > 0
+    def has_place_for(self, tenant_id: str, num_places: int, count: int = 1) -> bool:
+        return count <= num_places
 
     def push(self, request: Request) -> None:
         insort(self._queue, request, key=self.rank)
