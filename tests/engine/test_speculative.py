@@ -187,7 +187,7 @@ def test_from_one_size_alone_the_next_larger_look_free_and_much_larger_do_not() 
 def test_more_tokens_never_look_cheaper() -> None:
     costs = measured({4: 0.2, 8: 0.1, 12: 0.3})
 
-    assert costs.seconds_of(np.asarray([4, 8, 12])) == pytest.approx([0.2, 0.2, 0.3])
+    assert costs.seconds_of(np.asarray([4, 8, 12])) == pytest.approx([0.1, 0.1, 0.3])
 
 
 def test_one_slow_step_moves_nothing() -> None:
@@ -202,20 +202,28 @@ def test_a_measurement_is_known_when_repeated_and_until_it_is_old() -> None:
     costs.note(1, 0.1)
     assert not costs.is_known(1)
     costs.note(3, 0.1)
-    costs.note(4, 0.1)
     assert costs.is_known(2)
     assert not costs.is_known(5)
 
     for _ in range(65):
         costs.note(16, 0.3)
 
-    # Too old to compare with, not too old to say what about it costs.
     assert costs.is_known(14)
     assert not costs.is_known(1)
+
+
+@pytest.mark.parametrize(("num_measured", "num_later"), [(1, 50), (2, 50), (3, 500)])
+def test_what_was_measured_once_or_twice_is_soon_forgotten(
+    num_measured: int, num_later: int
+) -> None:
+    costs = StepCosts()
+    for _ in range(num_measured):
+        costs.note(1, 0.1)
+    for _ in range(num_later):
+        costs.note(16, 0.3)
     assert costs.seconds_of(np.asarray([1])) == pytest.approx([0.1])
 
-    for _ in range(500):
-        costs.note(16, 0.3)
+    costs.note(16, 0.3)
 
     assert costs.seconds_of(np.asarray([1])) == pytest.approx([0.3])
 

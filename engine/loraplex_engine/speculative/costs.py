@@ -3,15 +3,15 @@
 Whether a draft pays depends on the machine, the model, the adapters and the load: a step of few tokens
 waits for the weights to be read and takes more tokens for nearly nothing, a full one computes as long as
 it has tokens. So nothing is assumed. Steps that only decode are timed, in classes of similar token
-counts; the cost of a class is the median of its last measurements, which one slow step does not move.
-Age is counted in steps, so that slow machines and idle hours do not age what was measured.
+counts. What else the machine does makes steps slower, never faster; so a class costs what its quicker
+steps took, and no more than a larger one. Age is counted in steps, so that slow machines and idle hours
+do not age what was measured.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,12 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 _NUM_REMEMBERED = 7
-_NUM_TO_KNOW = 3
+# Steps for which a measurement counts: one or two may have been unlucky, and are soon made again.
 _FRESH_STEPS = 500
-# What all else is compared with is measured anew so often, should only other sizes be computed.
+_FEW = 3
+_FRESH_STEPS_OF_FEW = 50
+# What all else is compared with takes two, and is measured anew so often, should only other sizes come.
+_NUM_TO_COMPARE = 2
 _BASE_STEPS = 64
 # Classes are 4 tokens wide, as rows are padded to multiples of 4 (row rule); from here on 16.
 _FINE_TOKENS = 64
@@ -31,7 +34,7 @@ _FINE_TOKENS = 64
 @dataclass(slots=True)
 class _Class:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
-    median_s: float = 0.0
+    quick_s: float = 0.0  # their lower quartile
     measured_at: int = 0  # step
 
 
@@ -47,28 +50,32 @@ class StepCosts:
         self._num_steps += 1
         measured = self._classes.setdefault(_class_of(num_tokens), _Class())
         measured.seconds.append(seconds)
-        measured.median_s = median(measured.seconds)
+        measured.quick_s = sorted(measured.seconds)[(len(measured.seconds) - 1) // 4]
         measured.measured_at = self._num_steps
 
     def is_known(self, num_tokens: int) -> bool:
         """Whether steps of about so many tokens were measured so lately that others may be compared."""
         measured = self._classes.get(_class_of(num_tokens))
-        return measured is not None and self._is_fresh(measured, _BASE_STEPS)
+        return (
+            measured is not None
+            and len(measured.seconds) >= _NUM_TO_COMPARE
+            and self._num_steps - measured.measured_at <= _BASE_STEPS
+        )
 
     def seconds_of(self, num_tokens_N: Int64Array) -> Float64Array:
-        """Expected seconds of steps with so many tokens, each at least those of the smaller ones.
+        """Expected seconds of steps with so many tokens; at least those of fewer.
 
         Between classes that are known it is a line, which goes on beyond the last as it came from half
         of that. Where only one class is known it is flat up to twice that one, and proportional behind:
         so the next larger sizes look cheap, are tried, and are known then. At least one must be known.
         """
         known = sorted(
-            (size, measured.median_s)
+            (size, measured.quick_s)
             for size, measured in self._classes.items()
             if self._is_fresh(measured)
         )
         size_K, seconds_K = np.asarray(known, np.float64).T
-        seconds_K = np.maximum.accumulate(seconds_K)
+        seconds_K = np.minimum.accumulate(seconds_K[::-1])[::-1]
         size_N, last = _classes_of(num_tokens_N), size_K[-1]
         if len(known) == 1:
             return np.asarray(seconds_K[0] * np.maximum(1.0, size_N / (2 * last)))
@@ -77,9 +84,10 @@ class StepCosts:
         seconds_N = np.interp(size_N, size_K, seconds_K)
         return np.asarray(seconds_N + slope * np.maximum(0.0, size_N - last))
 
-    def _is_fresh(self, measured: _Class, max_age: int = _FRESH_STEPS) -> bool:
-        is_measured = len(measured.seconds) >= _NUM_TO_KNOW
-        return is_measured and self._num_steps - measured.measured_at <= max_age
+    def _is_fresh(self, measured: _Class) -> bool:
+        is_one_of_few = len(measured.seconds) < _FEW
+        max_age = _FRESH_STEPS_OF_FEW if is_one_of_few else _FRESH_STEPS
+        return self._num_steps - measured.measured_at <= max_age
 
 
 def _class_of(num_tokens: int) -> int:
