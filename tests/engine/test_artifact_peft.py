@@ -227,7 +227,7 @@ def test_features_not_served_are_refused_as_peft_saves_them(
             {"embed_tokens", "lm_head", "v_proj"},
         ),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapted_embeddings_are_read_as_peft_saves_them(
