@@ -34,7 +34,7 @@ from loraplex_engine.scheduler import Decision, Scheduler, SchedulerLimits
 from loraplex_engine.speculative import Proposer, make_drafter
 from loraplex_engine.step import AdapterPool, Executor, StepResult
 from loraplex_engine.structured.compiler import GrammarSource, NoGrammars
-from loraplex_engine.structured.rows import GrammarRows, constrain_drafts
+from loraplex_engine.structured.rows import GrammarRows
 
 Clock = Callable[[], float]  # unix seconds
 
@@ -165,6 +165,10 @@ class EngineCore:
         """Empty the prefix cache: nothing of what was computed so far is found by later requests."""
         self._scheduler.forget_cached()
 
+    def constrain_drafts(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """`Drafter.constrain`: drafts up to the first that a request's grammar does not allow."""
+        return self._grammars.constrain_drafts(request, ids)
+
     def stop_drafting(self) -> None:
         """Compute no drafts from here on, whatever the settings say."""
         self._scheduler.stop_drafting()
@@ -248,6 +252,7 @@ class EngineCore:
             assert self._scheduler.num_free_blocks == self._scheduler.num_blocks
 
     def _launch(self) -> None:
+        self._grammars.begin_step()
         for request, ending in self._grammars.failures():
             if request.status is not RequestStatus.FINISHED:  # else another choice took it along
                 self._end(request, ending)
@@ -280,6 +285,10 @@ class EngineCore:
                 self._end(request, request.failure)
                 continue
             num_drafts = len(step.drafts.get(index, ()))
+            if request.is_deferred:
+                request.is_deferred = False
+                self._scheduler.repeat(request, num_drafts)
+                continue
             if num_drafts and not is_finite[index]:
                 # It may be a draft whose numbers are not finite: the next step asks without any.
                 self._scheduler.drop_drafts(request, num_drafts)
@@ -476,9 +485,7 @@ def build_core(
     policy = make_policy(config.policy, aging_s=config.aging_s, most_charged=most_charged)
     kv = KvManager(BlockPool(sizes.num_blocks), config.block_size, cache=prefix_cache)
     drafter = make_drafter(config, proposer)
-    if drafter is not None:
-        drafter.constrain = constrain_drafts
-    return EngineCore(
+    core = EngineCore(
         Scheduler(limits, kv, adapters, policy, drafter),
         executor,
         adapters,
@@ -490,3 +497,6 @@ def build_core(
         ),
         grammars=grammars,
     )
+    if drafter is not None:
+        drafter.constrain = core.constrain_drafts
+    return core

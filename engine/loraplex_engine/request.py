@@ -78,12 +78,20 @@ class Request:
     choice: int = 0
     siblings: list[Request] = field(default_factory=list, repr=False)
     chain: BlockChain | None = field(default=None, repr=False)  # names of its blocks, for the cache
+    # What it waits for, if it does: the choice that computes their prompt, or the name of the last block
+    # that it shares with who computes it (`KvManager.leaders`).
+    awaited: Request | bytes | None = field(default=None, repr=False)
     was_admitted: bool = False  # ever
     num_cached_tokens: int = 0  # prompt tokens found when the first of the choices was admitted
 
     # Under a grammar; both outlive preemption (`structured/rows.py`).
     compilation: Compilation | None = field(default=None, repr=False)
     matcher: Matcher | None = field(default=None, repr=False)  # made when it first samples
+    grammar_excess_s: float = 0.0  # beyond what masks may take; of all choices, kept by the first
+    is_deferred: bool = (
+        False  # in the step in flight: its grammar has no time, so it does not sample
+    )
+    num_deferrals: int = 0  # steps in a row
     failure: Ending | None = (
         None  # of its grammar, in the step in flight: it ends when that is done
     )

@@ -69,7 +69,8 @@ class Step:
     rows_B: Int32Array
     num_computed_B: Int32Array
     num_scheduled_B: Int32Array
-    samples_B: BoolArray  # True where this step reaches the row's last known token
+    # True where this step reaches the row's last known token, unless it is to be computed once more
+    samples_B: BoolArray
     block_copies: tuple[tuple[int, int], ...] = ()  # (from, to), whole blocks, all layers
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # batch index -> draft ids
     # batch index -> (1 + drafts, ceil(vocab / 32)) uint32: bit v % 32 of word v // 32 allows id v there.

@@ -379,6 +379,28 @@ def test_a_failure_is_remembered_for_a_while(
     assert worker.tried == ["bad", "bad"]
 
 
+@pytest.mark.parametrize("size_bytes", [0, 10 * 1024**2], ids=["kept", "too large to keep"])
+def test_a_grammar_that_failed_in_use_is_refused_for_a_while(
+    size_bytes: int, bounded: GrammarCompiler, worker: FakeWorker, clock: FakeClock
+) -> None:
+    worker.verdicts["slow"] = Verdict(size_bytes=size_bytes)
+    compilation = bounded.request(regex("slow"), "one")
+    wait_for(compilation)
+    used = compilation.matcher()
+
+    compilation.note_failure(GrammarTooComplexError("too slow"))
+
+    for _ in range(2):
+        assert isinstance(outcome(bounded, regex("slow"), "one"), GrammarTooComplexError)
+    assert worker.tried == ["slow"]
+    assert outcome(bounded, regex("slow"), "other") is None  # each tenant's own
+    assert used.masks_for().any()
+    clock.now_s += FAILURE_TTL_S
+    assert outcome(bounded, regex("slow"), "one") is None
+    assert bounded.num_failed == 1
+    assert bounded.size_bytes >= 0
+
+
 def test_a_passing_fault_is_not_remembered(bounded: GrammarCompiler, worker: FakeWorker) -> None:
     worker.verdicts["good"] = Verdict(code="grammar_unavailable", message="not now")
     assert isinstance(outcome(bounded, regex("good")), GrammarUnavailableError)

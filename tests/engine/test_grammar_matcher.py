@@ -10,12 +10,10 @@ import jsonschema
 import numpy as np
 import pytest
 from loraplex_engine.protocol import Grammar
-from loraplex_engine.structured import matcher as matcher_module
 from loraplex_engine.structured.errors import (
     GrammarDeadEndError,
     GrammarFailedError,
     GrammarInvalidError,
-    GrammarTooComplexError,
 )
 from loraplex_engine.structured.matcher import LlMatcher
 from loraplex_engine.structured.tokenizer import find_tokenizer
@@ -257,24 +255,6 @@ def test_a_panic_is_an_error_of_the_request() -> None:
 
     with pytest.raises(GrammarFailedError):
         LlMatcher(Native(), VOCAB_SIZE).advance(1)
-
-
-def test_slow_masks_add_up_to_an_error(
-    spec: TokenizerSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matcher = open_matcher(spec, JSON_OBJECT)
-    other = matcher.fork()
-    monkeypatch.setattr(matcher_module, "SLOW_MASK_S", 0.0)
-    monkeypatch.setattr(matcher_module, "MAX_EXCESS_S", 0.005)
-
-    def ask_often() -> None:
-        for _ in range(10_000):
-            matcher.masks_for()
-
-    with pytest.raises(GrammarTooComplexError):
-        ask_often()
-
-    assert other.masks_for().any()  # each choice has its own account
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -11,17 +13,20 @@ from loraplex_engine.errors import InvalidRequestError, QueueFullError
 from loraplex_engine.protocol import Generate, Grammar, TokenEvent, Usage
 from loraplex_engine.request import BlockReason, Request
 from loraplex_engine.speculative import Ask, Drafter
+from loraplex_engine.step import UInt32Array
+from loraplex_engine.structured import rows as rows_module
 from loraplex_engine.structured.errors import (
     GrammarError,
     GrammarFailedError,
     GrammarInvalidError,
     GrammarTooComplexError,
 )
-from loraplex_engine.structured.rows import constrain_drafts
+from loraplex_engine.structured.mask_budget import STEP_S, TENANT_S
 
 from tests.support.engine_fakes import (
     EOS,
     VOCAB_SIZE,
+    FakeClock,
     FakeEngine,
     collect_outcomes,
     make_engine,
@@ -408,8 +413,8 @@ def test_drafts_change_nothing_that_is_said(seed: int, grammars: ListGrammars) -
     plain.core.add(ask("g", sequences, seed=seed))
     expected = said(plain.run())
     drafter = Drafter(Oracle(sequences[0]), 4)
-    drafter.constrain = constrain_drafts
     engine = open_engine(grammars, drafter=drafter)
+    drafter.constrain = engine.core.constrain_drafts
     engine.core.add(ask("g", sequences, seed=seed))
 
     events = engine.run()
@@ -422,6 +427,7 @@ def test_drafts_change_nothing_that_is_said(seed: int, grammars: ListGrammars) -
 
 
 def test_drafts_are_cut_where_the_grammar_refuses_them(grammars: ListGrammars) -> None:
+    constrain_drafts = make_engine().core.constrain_drafts
     request = Request(seq=0, generate=ask(), stop_ids=frozenset())
     assert constrain_drafts(request, (1, 2)) == (1, 2)  # no grammar was attached
     request.compilation = grammars.request(grammar(LISTS), "t")
@@ -430,3 +436,188 @@ def test_drafts_are_cut_where_the_grammar_refuses_them(grammars: ListGrammars) -
 
     assert constrain_drafts(request, (10, 11, 99, 12)) == (10, 11)
     assert constrain_drafts(request, (99,)) == ()
+
+
+# ------------------------------------------------------------------ the time that masks take
+
+
+class Slow(ListMatcher):
+    """Each mask takes `cost_s` on `clock`; each draft and token looked at, a tenth of that."""
+
+    cost_s = 0.0
+    clock = FakeClock()
+
+    def masks_for(self, drafts: Sequence[int] = ()) -> UInt32Array:
+        self.clock.now_s += self.cost_s
+        return super().masks_for(drafts)
+
+    def validate_drafts(self, drafts: Sequence[int]) -> int:
+        self.clock.now_s += self.cost_s / 10
+        return super().validate_drafts(drafts)
+
+    def advance(self, token_id: int) -> None:
+        self.clock.now_s += self.cost_s / 10
+        super().advance(token_id)
+
+    def fork(self) -> Slow:
+        fork = Slow(self.sequences, self.vocab_size, self.end_id, self.consumed)
+        fork.cost_s, fork.clock = self.cost_s, self.clock
+        return fork
+
+
+@dataclass
+class SlowRun:
+    """Requests under grammars that cost what is said here, by request id; the seconds of each step."""
+
+    grammars: ListGrammars
+    costs_s: dict[str, float]
+    clock: FakeClock = field(default_factory=FakeClock)
+    step_s: list[float] = field(default_factory=list)
+
+    def run(self, requests: Sequence[Generate], **how: object) -> list[TokenEvent]:
+        self.engine = open_engine(self.grammars, max_num_seqs=32, num_blocks=512, **how)
+        self.engine.core._grammars.clock = self.clock
+        for request in requests:
+            self.engine.core.add(request)
+            cost_s = self.costs_s.get(request.request_id)
+            if cost_s is not None:
+                compilation = self.grammars.compilations[-1]
+                template = compilation.template
+                compilation.template = Slow(template.sequences, template.vocab_size)
+                compilation.template.cost_s, compilation.template.clock = cost_s, self.clock
+        events: list[TokenEvent] = []
+        while self.engine.core.has_work():
+            before_s = self.clock.now_s
+            events += self.engine.core.step()
+            self.engine.core.check()
+            self.step_s.append(self.clock.now_s - before_s)
+            assert len(self.step_s) < 5_000, "somebody starves"
+        return events
+
+    @property
+    def num_deferred(self) -> int:
+        return self.engine.core._grammars.num_deferred
+
+
+LONG = [[*range(10, 40)], [*range(50, 80)]]
+
+
+def outputs_of(events: list[TokenEvent]) -> dict[tuple[str, int], list[int]]:
+    return {
+        (event.request_id, event.index): said(events, event.request_id, event.index)
+        for event in events
+    }
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_one_tenants_slow_masks_take_a_bounded_part_of_each_step(
+    drafts: int, grammars: ListGrammars
+) -> None:
+    """Sixteen choices of 20 ms a mask: 320 ms a step for whoever decodes beside them, without a bound."""
+    drafter = Drafter(Oracle(LONG[0]), drafts) if drafts else None
+    hostile = ask("hostile", LONG, n=16, max_tokens=30, tenant="hostile")
+    honest = [ask(f"g{seed}", LONG, seed=seed, max_tokens=30, tenant="other") for seed in range(3)]
+    free = make_request("free", max_tokens=40, tenant="third")
+    costs_s = {"hostile": 0.02, "g0": 0.0004, "g1": 0.0004, "g2": 0.0004}
+    expected = outputs_of(SlowRun(grammars, {}).run([hostile, *honest, free]))
+    slow = SlowRun(grammars, costs_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "MAX_EXCESS_S", 1e9)
+        how = {} if drafter is None else {"drafter": drafter}
+        events = slow.run([hostile, *honest, free], max_num_batched_tokens=256, **how)
+
+    assert outputs_of(events) == expected
+    assert slow.num_deferred > 0
+    crowded = slow.step_s[: len(slow.step_s) // 8]
+    assert max(crowded) < TENANT_S + 0.02 + 0.01  # and a mask more, and what others take
+    assert sum(crowded) / len(crowded) < TENANT_S + 0.005
+    slow.engine.assert_idle()
+
+
+def test_honest_rows_are_served_before_a_tenant_in_debt(grammars: ListGrammars) -> None:
+    hostile = ask("hostile", LONG, n=8, max_tokens=30, tenant="hostile")
+    honest = ask("honest", LONG, max_tokens=30, tenant="other")
+    slow = SlowRun(grammars, {"hostile": 0.06, "honest": 0.0004})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "MAX_EXCESS_S", 1e9)
+        events = slow.run([hostile, honest])
+    ends = [event.request_id for event in events if event.usage is not None]
+    assert ends == ["honest", "hostile"]
+    # Thirty tokens in hardly more steps, though each of the other's masks takes more than a step may.
+    tokens = [index for index, event in enumerate(events) if event.request_id == "honest"]
+    others = sum(event.request_id == "hostile" for event in events[: tokens[-1]])
+    assert others < 30
+    slow.engine.assert_idle()
+
+
+def test_tenants_in_debt_take_turns_and_none_starves(grammars: ListGrammars) -> None:
+    requests = [ask(f"h{i}", LONG, n=3, max_tokens=30, tenant=f"tenant {i}") for i in range(5)]
+    slow = SlowRun(grammars, {request.request_id: 0.04 for request in requests})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "MAX_EXCESS_S", 1e9)
+        events = slow.run(requests)
+
+    assert max(slow.step_s) < STEP_S + 0.05
+    # As many tokens each, when the first of them is done.
+    end = next(index for index, event in enumerate(events) if event.finish_reason is not None)
+    counts = Counter(event.request_id for event in events[:end])
+    assert max(counts.values()) - min(counts.values()) <= 6
+    slow.engine.assert_idle()
+
+
+def test_alone_nobody_is_deferred(grammars: ListGrammars) -> None:
+    slow = SlowRun(grammars, {"g": 0.01})
+
+    events = slow.run([ask("g", LONG, n=4, max_tokens=30)])
+
+    assert slow.num_deferred == 0
+    assert len(said(events, "g")) == 30
+
+
+def test_what_a_requests_masks_take_beyond_their_share_ends_it_and_is_remembered(
+    grammars: ListGrammars,
+) -> None:
+    """The variant that a limit on each mask or each choice lets pass: 10 ms a mask, sixteen choices."""
+    slow = SlowRun(grammars, {"hostile": 0.01})
+    free = make_request("free", max_tokens=8, tenant="third")
+
+    events = slow.run([ask("hostile", LONG, n=16, max_tokens=30, tenant="hostile"), free])
+
+    end = terminal(events, "hostile")
+    assert (end.finish_reason, end.error_code) == ("error", "grammar_too_complex")
+    # 7 ms beyond for each token, until they are a second in all.
+    assert end.usage is not None
+    assert 100 < end.usage.completion_tokens < 200
+    assert {error.code for error in grammars.compilations[0].noted} == {"grammar_too_complex"}
+    assert said(events, "free") == solo_output(free)[0]
+    slow.engine.assert_idle()
+
+
+def test_now_and_then_a_slow_mask_is_nothing(grammars: ListGrammars) -> None:
+    sequence = [10 + index % 50 for index in range(1_500)]
+    slow = SlowRun(grammars, {"g": 0.0004})
+    request = ask("g", [sequence], max_tokens=1_500)
+    masks_for = Slow.masks_for
+    with pytest.MonkeyPatch.context() as patch:
+
+        def sometimes_slow(matcher: Slow, drafts: Sequence[int] = ()) -> UInt32Array:
+            if len(matcher.consumed) % 20 == 0:
+                matcher.clock.now_s += 0.03
+            return masks_for(matcher, drafts)
+
+        patch.setattr(Slow, "masks_for", sometimes_slow)
+        events = slow.run([request], max_model_len=2_000)
+
+    assert said(events) == sequence
+
+
+def test_a_grammar_that_fails_of_complexity_is_noted_and_no_other(grammars: ListGrammars) -> None:
+    for error, num_noted in ((GrammarTooComplexError("much"), 1), (GrammarFailedError("no"), 0)):
+        engine = open_engine(grammars)
+        engine.core.add(ask())
+        template = grammars.compilations[-1].template
+        broken = Breaking(template.sequences, template.vocab_size)
+        broken.mode, broken.error = "mask", error
+        grammars.compilations[-1].template = broken
+        engine.run()
+        assert len(grammars.compilations[-1].noted) == num_noted

@@ -284,8 +284,11 @@ class FakeRunner:
                 token = row.unwritten.pop(position)
                 self._cache[self._place(row, position)] = (position, token, row.adapter)
             is_caught_up = start + count == row.num_tokens + len(drafts)
-            assert bool(step.samples_B[index]) == is_caught_up
             assert is_caught_up or not drafts
+            if is_caught_up and not step.samples_B[index]:  # its last token is to come again
+                last = row.num_tokens - 1
+                row.unwritten[last] = self._cache[self._place(row, last)][1]
+            assert is_caught_up or not step.samples_B[index]
             finite.append(row.seed not in self.poisoned_seeds)
             if not step.samples_B[index]:
                 tokens.append(())

@@ -125,6 +125,10 @@ class ListCompilation:
     is_done: bool = True
     error: GrammarError | None = None
     made: list[ListMatcher] = field(default_factory=list)
+    noted: list[GrammarError] = field(default_factory=list)
+
+    def note_failure(self, error: GrammarError) -> None:
+        self.noted.append(error)
 
     def matcher(self) -> ListMatcher:
         assert self.is_done

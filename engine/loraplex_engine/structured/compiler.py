@@ -117,12 +117,13 @@ class NoGrammars:
 @dataclass(slots=True, eq=False)
 class _Entry:
     """One grammar of one tenant, shared by its requests: a `Compilation`. `template` or `error` is set
-    once, after all else.
+    once, after all else; an `error` may follow a `template`.
     """
 
     tenant_id: str
     grammar: Grammar
     key: bytes
+    remember: Callable[[_Entry, GrammarError], None]
     template: LlMatcher | None = None
     error: GrammarError | None = None
     failed_at_s: float = 0.0
@@ -131,6 +132,9 @@ class _Entry:
     @property
     def is_done(self) -> bool:
         return self.template is not None or self.error is not None
+
+    def note_failure(self, error: GrammarError) -> None:
+        self.remember(self, error)
 
     def matcher(self) -> Matcher:
         if self.error is not None:
@@ -215,7 +219,7 @@ class GrammarCompiler:
                     f"{num_queued} grammars are being compiled already",
                     retry_after_s=_RETRY_AFTER_S,
                 )
-            entry = _Entry(tenant_id, grammar, key)
+            entry = _Entry(tenant_id, grammar, key, self._remember)
             self._entries[key] = entry
             self._entries.move_to_end(key)
             self._queues.setdefault(tenant_id, queue).append(entry)
@@ -278,7 +282,7 @@ class GrammarCompiler:
             raise GrammarFailedError(f"the grammar broke: {type(error).__name__}") from error
         template = LlMatcher(native, self._spec.vocab_size)
         # The first mask builds most of what all others use: here, not in somebody's step.
-        template.warm_up()
+        template.masks_for()
         return template, max(_MIN_SIZE_BYTES, verdict.size_bytes)
 
     def _settle(
@@ -303,6 +307,20 @@ class GrammarCompiler:
             self._tenant_bytes[entry.tenant_id] = used
             entry.template = template
         self._evict(entry.tenant_id)
+
+    def _remember(self, entry: _Entry, error: GrammarError) -> None:
+        """What compiled well failed in use: it is a failure from now on."""
+        with self._changed:
+            if entry.error is not None:
+                return
+            self.num_failed += 1
+            entry.failed_at_s = self._clock()
+            entry.error = error
+            if entry.key not in self._entries:  # there was no room for what it had compiled to
+                entry.template, entry.size_bytes = None, 0
+                self._entries[entry.key] = entry
+            log.info("grammar_refused", tenant_id=entry.tenant_id, code=error.code)
+            self._evict(entry.tenant_id)
 
     def _evict(self, tenant_id: str) -> None:
         """Forget least recently used ones of whoever has too much: this tenant first, then all."""

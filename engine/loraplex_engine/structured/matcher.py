@@ -9,7 +9,6 @@ V vocabulary ids, W = ceil(V / 32) words; bit v % 32 of word v // 32 allows id v
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -25,12 +24,6 @@ from loraplex_engine.structured.errors import (
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-# Of this thread's CPU. A mask takes a fraction of a millisecond, at worst some 15 ms (`tokenizer.py`), but
-# what a unit of the parser's fuel costs grows with the grammar. All others wait meanwhile, so what a
-# choice's masks take beyond the first figure may add up to the second and no further.
-SLOW_MASK_S = 0.02
-MAX_EXCESS_S = 1.0
 
 _EVERYTHING = np.uint32(0xFFFF_FFFF)
 _OVER_LIMITS = ("LexerTooComplex", "ParserTooComplex")
@@ -89,6 +82,10 @@ class Compilation(Protocol):
         """Why it cannot be used."""
         ...
 
+    def note_failure(self, error: GrammarError) -> None:
+        """A matcher of it came to this, as any other would: let it be refused for a while."""
+        ...
+
     def matcher(self) -> Matcher:
         """A new matcher at the grammar's beginning. Only when done.
 
@@ -109,26 +106,12 @@ class LlMatcher:
     def __init__(self, native: LLMatcher, vocab_size: int) -> None:
         self._native = native
         self._vocab_size = vocab_size
-        self._excess_s = 0.0
 
     @property
     def is_complete(self) -> bool:
         return bool(self._native.is_stopped()) and not self._native.is_error()
 
     def masks_for(self, drafts: Sequence[int] = ()) -> UInt32Array:
-        started_s = time.thread_time()
-        masks = self._masks_for(drafts)
-        excess_s = time.thread_time() - started_s - SLOW_MASK_S * (1 + len(drafts))
-        self._excess_s += max(0.0, excess_s)
-        if self._excess_s > MAX_EXCESS_S:
-            raise GrammarTooComplexError("the grammar's steps take too much work")
-        return masks
-
-    def warm_up(self) -> None:
-        """Compute the next mask once, at nobody's cost: forks begin with what that builds."""
-        self._masks_for(())
-
-    def _masks_for(self, drafts: Sequence[int]) -> UInt32Array:
         num_words = -(-self._vocab_size // 32)
         masks = np.full((1 + len(drafts), num_words), _EVERYTHING, np.uint32)
         self._fill(self._native, masks[0])
