@@ -177,12 +177,12 @@ class EngineCore:
         """Whether requests are unfinished or events undelivered."""
         return bool(self._live or self._events)
 
-    def step(self) -> list[TokenEvent]:
     @property
     def is_stuck(self) -> bool:
         """Whether the last `step` found requests waiting for nothing that could come, and nobody runs."""
         return self._scheduler.is_stuck
 
+    def step(self) -> list[TokenEvent]:
         """Compute one step, if anything can run, and return all events since the last call.
 
         What the executor raises passes through: its rows are in an unknown state then, so the process
