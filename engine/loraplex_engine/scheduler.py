@@ -286,6 +286,12 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens - 1
         self._drafter.note_spoilt(request, num_drafts)
 
+    def repeat(self, request: Request, num_drafts: int) -> None:
+        """A running row that was to sample did not: its next step computes its last token once more."""
+        if num_drafts:
+            self.drop_drafts(request, num_drafts)
+        request.num_computed_tokens = request.num_tokens - 1
+
     def note_step(self, step: Step, seconds: float) -> None:
         """A step took so long, from launch to result."""
         if self._drafter is None or not step.samples_B.all():
@@ -293,12 +299,6 @@ class Scheduler:
         num_drafts = sum(len(ids) for ids in step.drafts.values())
         if step.num_tokens - num_drafts == len(step.rows_B):
             self._drafter.note_step(step.num_tokens, seconds)
-    def repeat(self, request: Request, num_drafts: int) -> None:
-        """A running row that was to sample did not: its next step computes its last token once more."""
-        if num_drafts:
-            self.drop_drafts(request, num_drafts)
-        request.num_computed_tokens = request.num_tokens - 1
-
 
     def check(self) -> None:
         """Assert that rows, blocks and tables are where the table above says."""
