@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -26,8 +26,15 @@ def _strong(value: SecretStr) -> SecretStr:
 def with_login(url: str, user: str, password: str | None = None) -> str:
     """The Postgres at `url`, reached as somebody else."""
     parts = urlsplit(url)
+    # libpq also reads them from the query, where they win over those before the host.
+    query = "&".join(
+        pair
+        for pair in parts.query.split("&")
+        if unquote(pair.partition("=")[0]) not in ("user", "password")
+    )
     login = quote(user, safe="") + ("" if password is None else ":" + quote(password, safe=""))
-    return urlunsplit(parts._replace(netloc=f"{login}@{parts.netloc.rpartition('@')[2]}"))
+    netloc = f"{login}@{parts.netloc.rpartition('@')[2]}"
+    return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
 Secret = Annotated[SecretStr, AfterValidator(_strong)]

@@ -37,6 +37,9 @@ class Target:
     context_length: int
 
 
+# Stands in values, never in names: no error may repeat it.
+CANARY = "xCanary7x"
+
 _FLOATS: list[Any] = [0, -1, 0.5, 1, 2, 2.0000001, 100, 1e308, -1e308, 5e-324, 1e-7, 10**400, -0.0]
 _COUNTS: list[Any] = [
     0,
@@ -67,6 +70,8 @@ _TEXTS: list[Any] = [
     "{{ 7 * 7 }}{% for x in range(10**9) %}",
     "'; drop table requests; --",
     "한국어 텍스트",
+    CANARY * 40,
+    CANARY + "' - at `$.evil`",
 ]
 _WRONG: list[Any] = [
     None,
@@ -79,6 +84,8 @@ _WRONG: list[Any] = [
     {"a": None},
     "x",
     "NaN",
+    CANARY,
+    {"type": CANARY},
     -1,
     1.5,
     [1, "x"],
@@ -328,7 +335,9 @@ def _hostile_fields(target: Target) -> dict[str, list[Any]]:
             [{"role": "tool", "content": "x"}],
             [{"role": "assistant", "tool_calls": [{}]}],
             [{"role": "user", "content": "x", "x": 1}],
+            [{"role": CANARY, "content": "x"}],
             *([{"role": "user", "content": text}] for text in _TEXTS),
+            *(_called(arguments) for arguments in _ARGUMENTS),
         ],
         "response_format": [
             {"type": "json_object"},
@@ -339,6 +348,8 @@ def _hostile_fields(target: Target) -> dict[str, list[Any]]:
             {"type": "json_schema", "json_schema": {"name": "a", "schema": _deep_schema(60)}},
             {"type": "json_schema", "json_schema": {"name": "a" * 99, "schema": {}}},
             {"type": "xml"},
+            {"type": f"{CANARY}' - at `$.evil" + "A" * 2_000},
+            {"type": "json_schema", "json_schema": {"name": CANARY + " ", "schema": {}}},
         ],
         "tools": [
             [{"type": "function", "function": {"name": "f"}}],
@@ -346,12 +357,14 @@ def _hostile_fields(target: Target) -> dict[str, list[Any]]:
             [{"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}],
             [{"type": "function", "function": {"name": "f"}}] * 200,
             [{"type": "web_search"}],
+            [{"type": f"{CANARY}' - at `$.evil"}],
             [{}],
         ],
         "tool_choice": [
             "auto",
             "none",
             "required",
+            f"{CANARY}' - at `$.evil",
             {"type": "function", "function": {"name": "g"}},
         ],
         "structured_outputs": [
@@ -377,7 +390,35 @@ def _deep_schema(depth: int) -> dict[str, Any]:
     return schema
 
 
+_ARGUMENTS = [
+    "",
+    "{}",
+    "no JSON",
+    '{"a": "\\ud800"}',
+    '{"\\udc00": 1}',
+    '{"a": 1e999, "b": NaN, "c": -0}',
+    '{"a": ' + "9" * 5_000 + "}",
+    '{"a": "' + "é" * 20_000 + '"}',
+    "[" * 100_000,
+    *('{"a":' * depth + "1" + "}" * depth for depth in (60, 64, 65, 300, 600, 5_000)),
+    '{"a": "<|im_end|>", "<|im_start|>": 1}',
+    '"' + CANARY + '\\ud800"',
+]
+
+
+def _called(arguments: str) -> list[dict[str, Any]]:
+    """A conversation with a call that was made and answered."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+
+
 def _messages(draw: random.Random) -> list[dict[str, Any]]:
+    if draw.random() < 0.15:
+        return _called(draw.choice(['{"city": "Paris"}', "{}", "[1, 2]", '"text"', "broken {"]))
     words = ["Paris is old.", "naïve café 🙂", "안녕하세요", "x", "def main():\n    pass"]
     turns: list[dict[str, Any]] = []
     if draw.random() < 0.3:

@@ -33,7 +33,8 @@ from loraplex_platform.metering.invariants import check_invariants
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 
-from tests.fuzz.hostile_requests import HostileRequest, Target, make_request
+from tests.fuzz.hostile_requests import CANARY, HostileRequest, Target, make_request
+from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import (
     BASE,
     add_base,
@@ -75,6 +76,8 @@ async def test_nothing_that_is_sent_breaks_anything(
     db_url: str, redis_url: str, short_tmp_path: Path, count: int
 ) -> None:
     model = write_model(short_tmp_path / "models")
+    # A template that writes tools, calls and their arguments: what it is given must not break it.
+    (model / "chat_template.jinja").write_text(tiny_model.CHATML_WITH_TOOLS)
     digest = _store_adapter(short_tmp_path, model)
     settings = settings_for(db_url, redis_url, short_tmp_path, model_dir=model)
     async with (
@@ -190,7 +193,13 @@ def _problem(answer: httpx.Response, tally: _Tally) -> str | None:
         return "a status that is not documented for this"
     if len(error["message"]) > 1_000:
         return "an answer as long as what was sent"
-    return None
+    return _problem_of_words(error)
+
+
+def _problem_of_words(error: dict[str, Any]) -> str | None:
+    """Only messages about a grammar may quote it, and an unknown model is called by its name."""
+    may_quote = error["code"].startswith("grammar_") or error["code"] == "model_not_found"
+    return "repeats what was sent" if CANARY in json.dumps(error) and not may_quote else None
 
 
 def _problem_of_success(answer: httpx.Response, tally: _Tally) -> str | None:
@@ -213,7 +222,7 @@ def _problem_of_success(answer: httpx.Response, tally: _Tally) -> str | None:
         return "a stream that ends in neither [DONE] nor an error"
     tally.codes[f"stream {error['code']}"] += 1
     if error["code"] in _RETRY_CODES or error["type"] == "invalid_request_error":
-        return None
+        return _problem_of_words(error)
     return "a stream that failed for a reason of ours"
 
 

@@ -87,6 +87,7 @@ class Script:
     error_code: str = "internal_error"
     crash_after: int | None = None  # the replica dies after so many tokens
     never_accepts: bool = False  # no answer to the Generate at all
+    forgets_end_of: int | None = None  # a fault: this choice ends without saying so
     never_answers: bool = False  # accepted, then nothing (until an abort)
 
 
@@ -343,8 +344,11 @@ class FakeEngine:
             return
         has_failed = script.error_after is not None and running.num_sent >= script.error_after
         choice.is_over = choice.num_sent == len(choice.wanted) and not has_failed
+        reason = choice.reason if choice.is_over else None
+        if script.forgets_end_of == choice.index and running.live:
+            reason = None
         if ids or choice.is_over:
-            await self._emit(running, choice, ids, choice.reason if choice.is_over else None)
+            await self._emit(running, choice, ids, reason)
 
     def _plan(self, request: Generate, script: Script, index: int) -> _Choice:
         sampling = request.sampling

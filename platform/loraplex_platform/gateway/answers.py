@@ -116,8 +116,11 @@ class ChatAnswer:
 
     def first_frames(self) -> Iterator[bytes]:
         """The role, once for every choice."""
+        # An answer of nothing but calls has no content, not even an empty one: it may become that.
+        content: str | UnsetType = UNSET if self._calls else ""
         for index in range(self._head.num_choices):
-            yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+            delta = Delta(role="assistant", content=content)
+            yield self._chunk(ChunkChoice(index=index, delta=delta))
 
     def frame(self, index: int, piece: TextPiece) -> bytes | None:
         """A piece of content, or of calls."""

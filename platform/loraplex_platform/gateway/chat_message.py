@@ -41,6 +41,7 @@ class ChatMessage:
     content: str
     calls: tuple[CalledFunction, ...] = ()  # of an assistant; empty is the same as none
     call_id: str | None = None  # of a result
+    name: str | None = None  # of whoever speaks
 
     @property
     def texts(self) -> Iterator[str]:
@@ -48,8 +49,7 @@ class ChatMessage:
         yield self.content
         for call in self.calls:
             yield from (call.id, call.name, call.arguments)
-        if self.call_id is not None:
-            yield self.call_id
+        yield from (text for text in (self.call_id, self.name) if text is not None)
 
 
 def check_arguments(arguments: str, param: str) -> None:

@@ -50,6 +50,7 @@ from loraplex_platform.gateway.pump import (
     ChoiceEnded,
     ChoicePiece,
     Failed,
+    FieldNames,
     Finished,
     Job,
     Pump,
@@ -110,7 +111,10 @@ async def create_chat_completion(
         body=body,
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
-        own_stops=tools.stops if tools else (),
+        ended_by_call_of=tools.names if tools and tools.ends_after_call else None,
+        params=_params(
+            body, "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        ),
     )
     return await _run(
         request,
@@ -150,6 +154,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         body=body,
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(sampling, grammar=grammar),
+        params=_params(body, "max_tokens"),
     )
     return await _run(
         request,
@@ -193,8 +198,16 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage], _Structure
     request = parse_chat(body)
     messages = chat_messages(request.messages)
     output = output_grammar(request.response_format, request.structured_outputs)
+    if request.tools is None:
+        _refuse_without_tools(request)
     tools = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, output)
     return request, messages, _Structure(tools, output if tools is None else tools.grammar)
+
+
+def _refuse_without_tools(request: ChatRequest) -> None:
+    for name in ("tool_choice", "parallel_tool_calls"):
+        if getattr(request, name) is not None:
+            raise InvalidValueError(f"'{name}' is allowed only with 'tools'.", param=name)
 
 
 def _parse_completion(body: bytes) -> tuple[CompletionRequest, Grammar | None]:
@@ -267,7 +280,8 @@ def _job(
     body: ChatRequest | CompletionRequest,
     prompt_ids: list[int],
     sampling: SamplingParams,
-    own_stops: tuple[str, ...] = (),
+    params: FieldNames,
+    ended_by_call_of: frozenset[str] | None = None,
 ) -> Job:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Job(
@@ -280,11 +294,26 @@ def _job(
         is_stream=bool(body.stream),
         prompt_ids=prompt_ids,
         sampling=sampling,
-        stops=(*stops, *own_stops),
+        stops=stops,
+        ended_by_call_of=ended_by_call_of,
+        params=params,
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
     )
+
+
+def _params(body: ChatRequest | CompletionRequest, max_tokens: str) -> FieldNames:
+    """Which fields to name should the engine refuse the request."""
+    grammar = None
+    if body.structured_outputs is not None:
+        grammar = "structured_outputs"
+    elif isinstance(body, ChatRequest):
+        has_format = body.response_format is not None and body.response_format.type != "text"
+        grammar = "response_format" if has_format else "tools" if body.tools else None
+    banning = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+    bans = next((name for name in banning if getattr(body, name)), grammar)
+    return FieldNames(max_tokens=max_tokens, grammar=grammar, bans=bans)
 
 
 def _includes_usage(body: ChatRequest | CompletionRequest) -> bool:

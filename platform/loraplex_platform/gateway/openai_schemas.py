@@ -22,6 +22,7 @@ from loraplex_platform.gateway.structured_schemas import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     CalledTool,
+    CallId,
     ResponseFormat,
     StructuredOutputs,
     Tool,
@@ -31,6 +32,9 @@ from loraplex_platform.gateway.structured_schemas import (
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_COMPLETION_LOGPROBS = 5
+MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary that we serve has more
+MAX_MESSAGES = 2**14
+MAX_CONTENT_PARTS = 2**12
 MAX_BAD_WORDS = protocol.MAX_BAD_WORDS // 2  # each is banned with and without a space before it
 
 _Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
@@ -63,7 +67,12 @@ _StopTokenIds = Annotated[
     Meta(max_length=MAX_STOP_TOKEN_IDS, description="Extra: tokens that end the answer."),
 ]
 _AllowedTokenIds = Annotated[
-    list[_TokenId], Meta(min_length=1, description="Extra: no other token is sampled.")
+    list[_TokenId],
+    Meta(
+        min_length=1,
+        max_length=MAX_ALLOWED_TOKEN_IDS,
+        description="Extra: no other token is sampled.",
+    ),
 ]
 _BadWords = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]],
@@ -100,13 +109,14 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One turn. What follows `content` is there because clients send our own answers back."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    name: Annotated[str, Meta(max_length=64)] | None = None  # for templates that know it
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
     tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_call_id: str | None = None  # of role "tool": the call that this is the result of
+    tool_call_id: CallId | None = None  # of role "tool": the call that this is the result of
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
@@ -139,7 +149,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -51,6 +51,7 @@ from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageRepo
 from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.text_stream import TextPiece, TextStream
+from loraplex_platform.gateway.tool_parser import ToolCallParser
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
 from loraplex_platform.metering.records import Renewal, Reservation, Settlement
@@ -61,7 +62,17 @@ _ATTEMPT = 1
 _ABORT_ANSWER_S = 10.0  # a live engine answers an abort within a step
 _SETTLE_WAIT_S = 2.0  # how long an answer waits for the books; the books do not wait for the answer
 _SETTLE_RETRY_S = 0.5
+_MAX_REASON_CHARS = 500  # of the engine's own words
 _SETTLE_GIVE_UP_S = 120.0  # by then the lease is long over and the sweeper has settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldNames:
+    """What the client called what the engine may refuse."""
+
+    max_tokens: str = "max_tokens"
+    grammar: str | None = None  # which field the grammar is from
+    bans: str | None = None  # which field rules out tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,8 @@ class Job:
     shows_stop: bool  # whether the answer includes the stop string
     arrived_s: float  # monotonic
     timeout_s: float
+    ended_by_call_of: frozenset[str] | None = None  # a call of one of these tools ends a choice
+    params: FieldNames = FieldNames()
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +191,7 @@ class Pump:
 
     def __post_init__(self) -> None:
         job = self.job
+        names = job.ended_by_call_of or None
         self._choices = [
             _Choice(
                 TextStream(
@@ -185,6 +199,7 @@ class Pump:
                     job.stops,
                     min_tokens=job.sampling.min_tokens,
                     shows_stop=job.shows_stop,
+                    one_call=names and ToolCallParser(names),
                 )
             )
             for _ in range(job.sampling.n)
@@ -268,7 +283,7 @@ class Pump:
                 est_prompt_tokens=len(job.prompt_ids),
                 est_completion_tokens=job.sampling.max_tokens * job.sampling.n,
                 is_stream=job.is_stream,
-                has_stop_strings=bool(job.stops),
+                has_stop_strings=bool(job.stops or job.ended_by_call_of),
                 deployment_id=job.model.deployment_id,
                 revision_id=job.model.revision_id,
                 adapter_version_id=job.model.adapter_version_id,
@@ -308,7 +323,7 @@ class Pump:
             except EngineRejectedError as error:
                 self._is_dispatched = False
                 refused_by.add(self.replica.record.replica_id)
-                answer = _refusal(error)
+                answer = _refusal(error, self.job.params)
                 if not isinstance(answer, OverloadedError) or not await self._reroute(refused_by):
                     return self._void(answer)
                 continue
@@ -427,16 +442,14 @@ class Pump:
         return all(choice.reason is not None for choice in self._choices)
 
     def _ended_by(self, event: TokenEvent, usage: Usage) -> _Ending:
-        if event.finish_reason in ("stop", "length"):
-            # Of the last choice alone, unless the engine ended the others with it.
-            for index in range(len(self._choices)):
-                self._end_choice(index, event.finish_reason)
+        # A "stop" or "length" is of the event's own choice. Should the engine have said nothing of
+        # another's end, then nobody knows its text: a fault.
         if self._has_all_text:
             return self._completed(usage, "terminal")
         if event.finish_reason == "abort" and self._killed_by is None and self._is_abandoned:
             attempt = self._attempt(usage, "aborted", "terminal")
             return _Ending(attempt, Failed(AbandonedError("The client is gone.")), "abort")
-        error = self._killed_by or _engine_error(event)
+        error = self._killed_by or _engine_error(event, self.job.params)
         return self._fault(error, "fault", "terminal", usage)
 
     # ------------------------------------------------------------------ endings
@@ -664,7 +677,7 @@ def _loop_time(monotonic_s: float) -> float:
     return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
 
 
-def _refusal(error: EngineRejectedError) -> PlatformError:
+def _refusal(error: EngineRejectedError, params: FieldNames) -> PlatformError:
     """What the client hears of a refusal at the engine's door."""
     retry_after_s = error.retry_after_s or 1.0
     match error.code:
@@ -679,11 +692,14 @@ def _refusal(error: EngineRejectedError) -> PlatformError:
             )
         case "never_fits":
             return ContextLengthError(
-                f"Prompt and max_tokens together can never fit the engine: {error.message}",
-                param="max_tokens",
+                f"Prompt and {params.max_tokens} together can never fit the engine:"
+                f" {error.message[:_MAX_REASON_CHARS]}",
+                param=params.max_tokens,
             )
         case "invalid_request":
-            return InvalidRequestError(f"The engine refused the request: {error.message}")
+            return InvalidRequestError(
+                f"The engine refused the request: {error.message[:_MAX_REASON_CHARS]}"
+            )
         case "adapter_unavailable":
             return UnavailableError(
                 "The model's adapter cannot be loaded right now; try again.",
@@ -694,7 +710,7 @@ def _refusal(error: EngineRejectedError) -> PlatformError:
             return EngineFailedError("The model's adapter is damaged.", code="adapter_invalid")
 
 
-def _engine_error(event: TokenEvent) -> PlatformError:
+def _engine_error(event: TokenEvent, params: FieldNames) -> PlatformError:
     """What the client hears of a request that the engine ended by itself."""
     if event.error_code == "deadline_exceeded":
         return DeadlineExceededError("The request waited too long for its turn; nothing is billed.")
@@ -712,14 +728,16 @@ def _engine_error(event: TokenEvent) -> PlatformError:
         )
     if event.error_code is not None and event.error_code.startswith("grammar_"):
         return GrammarRefusedError(
-            f"The grammar of the answer ('response_format', 'structured_outputs' or 'tools')"
-            f" cannot be followed: {event.error_message}. Nothing is billed.",
+            f"The grammar of the answer ('{params.grammar}') cannot be followed:"
+            f" {(event.error_message or '')[:_MAX_REASON_CHARS]}. Nothing is billed.",
             code=event.error_code,
+            param=params.grammar,
         )
     if event.error_code == "no_token_allowed":
         return NoTokenAllowedError(
-            "No token is left to choose: 'allowed_token_ids', 'bad_words', 'min_tokens', 'logit_bias'"
-            " or a grammar rule all of them out; nothing is billed."
+            f"No token is left to choose: '{params.bans}', or it together with other fields, rules"
+            " all of them out; nothing is billed.",
+            param=params.bans,
         )
     code = f" ({event.error_code})" if event.error_code else ""
     return EngineFailedError(f"The engine could not complete the request{code}; nothing is billed.")

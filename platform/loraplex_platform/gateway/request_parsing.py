@@ -7,7 +7,6 @@ end in other people's logs, and an echoed 5 MB one would be an answer of 5 MB.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -21,13 +20,11 @@ from loraplex_platform.gateway.errors import (
     UnknownParameterError,
     UnsupportedParameterError,
 )
+from loraplex_platform.gateway.field_errors import MAX_NAME_CHARS, field_error
 from loraplex_platform.gateway.openai_schemas import ChatRequest, CompletionRequest, Message
 
 _Rules = Mapping[str, Callable[[Any], bool]]
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
-
-_MAX_NAME_CHARS = 64
-_MAX_MESSAGE_CHARS = 300
 
 
 def _one_of(*values: object) -> Callable[[Any], bool]:
@@ -130,7 +127,7 @@ def _parse(body: bytes, kind: type[RequestT], neutral: _Rules) -> RequestT:
         if name in known or value is None:
             continue
         if name not in neutral:
-            shown = name[:_MAX_NAME_CHARS]
+            shown = name[:MAX_NAME_CHARS]
             raise UnknownParameterError(f"Unknown parameter: '{shown}'.", param=shown)
         if not neutral[name](value):
             raise UnsupportedParameterError(
@@ -140,7 +137,7 @@ def _parse(body: bytes, kind: type[RequestT], neutral: _Rules) -> RequestT:
     try:
         request = msgspec.convert(served, kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise field_error(str(error), kind) from None
     options = request.stream_options
     if options is not None:
         if not request.stream:
@@ -151,22 +148,6 @@ def _parse(body: bytes, kind: type[RequestT], neutral: _Rules) -> RequestT:
             name = "stream_options.include_obfuscation"
             raise UnsupportedParameterError(f"'{name}' is not supported yet.", param=name)
     return request
-
-
-def _named(message: str) -> InvalidValueError | MissingParameterError | UnknownParameterError:
-    """msgspec's message, which ends in `- at `$.path``, as an error that names the field."""
-    expectation, _, path = message.partition(" - at `$")
-    path = path.rstrip("`").removeprefix(".")
-    field = re.search(r"(missing required|unknown) field `(.*)`$", expectation, re.DOTALL)
-    if field is not None:
-        name = ".".join(part for part in (path, field[2][:_MAX_NAME_CHARS]) if part)
-        if field[1] == "unknown":
-            return UnknownParameterError(f"Unknown parameter: '{name}'.", param=name)
-        return MissingParameterError(f"Missing required parameter: '{name}'.", param=name)
-    expectation = expectation.replace("`", "")[:_MAX_MESSAGE_CHARS]
-    return InvalidValueError(
-        f"Invalid value for '{path}': {expectation[:1].lower()}{expectation[1:]}.", param=path
-    )
 
 
 def _parse_prompt(prompt: object) -> str | list[int]:
@@ -221,7 +202,8 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
     # A turn of nothing but calls has no content.
     is_silent = bool(calls) and message.content is None
     content = "" if is_silent else _content_text(message, f"{path}.content")
-    return ChatMessage(role, content, calls, message.tool_call_id if role == "tool" else None)
+    call_id = message.tool_call_id if role == "tool" else None
+    return ChatMessage(role, content, calls, call_id, message.name or None)
 
 
 def _check_results(turns: list[ChatMessage]) -> None:

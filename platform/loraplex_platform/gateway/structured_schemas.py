@@ -14,6 +14,9 @@ _FunctionName = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
 _FormatName = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
 
 
+CallId = Annotated[str, Meta(max_length=256)]
+
+
 class JsonSchemaFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`strict` changes nothing: a schema is always followed, or refused by its unsupported keyword."""
 
@@ -82,7 +85,7 @@ class CalledFunction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class CalledTool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A call in an assistant message that a client sends back. `index` is of streams; ignored."""
 
-    id: str
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None

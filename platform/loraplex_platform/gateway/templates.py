@@ -3,8 +3,8 @@
 Equal to transformers' `apply_chat_template` (tested), except for one thing, on purpose: text of the
 caller never becomes a control token. A user who writes `<|im_end|>` gets those ten characters in
 the prompt, not the end of their turn. To that end control tokens in the caller's text are set
-between two private-use characters before rendering, and `tokenization.py` encodes what lies between
-them as plain text. (transformers does the same with `sanitize_control_tokens=True`.)
+between marks before rendering, private-use characters that say which token it is, and `tokenization.py`
+encodes what lies between them as plain text. (transformers does the same with `sanitize_control_tokens=True`.)
 
 Only the base model's own template is ever compiled; a client cannot send one.
 """
@@ -33,6 +33,8 @@ from loraplex_platform.gateway.tool_prompt import fold
 # Characters that no text means anything with; the caller's own are dropped.
 MARK_START = "\ue0f0"
 MARK_END = "\ue0f1"
+_LAST_CODE = 0x10FFFD  # of the control token: one character each, from here down
+_MAX_CONTROL_TOKENS = 4096
 
 _MAX_REASON_CHARS = 200
 
@@ -77,7 +79,8 @@ def _to_json(
 
 
 # The marks stay as they are: escaped, they would no longer mark.
-_NOT_ASCII = re.compile(f"[^\x00-\x7f{MARK_START}{MARK_END}]")
+_CODES = f"{chr(_LAST_CODE - _MAX_CONTROL_TOKENS + 1)}-{chr(_LAST_CODE)}"
+_NOT_ASCII = re.compile(f"[^\x00-\x7f{MARK_START}{MARK_END}{_CODES}]")
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -115,10 +118,15 @@ class ChatTemplate:
         self._knows_tools = "tools" in names and START in source
         self._special_tokens = special_tokens
         longest_first = sorted(control_tokens, key=len, reverse=True)
+        longest_first = longest_first[:_MAX_CONTROL_TOKENS]
+        self._codes = {text: chr(_LAST_CODE - k) for k, text in enumerate(longest_first)}
         control = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._control = re.compile(control)
+        codes = f"[{chr(_LAST_CODE - len(longest_first))}-{chr(_LAST_CODE)}]"
+        self._marks = re.compile(f"{MARK_START}|{MARK_END}|{codes}")
         self._marked_control = re.compile(
-            f"{MARK_START}(?:{control}){MARK_END}?|(?:{control}){MARK_END}|[{MARK_START}{MARK_END}]"
+            f"{MARK_START}?({codes})({control})(?:({codes}){MARK_END}?)?"
+            f"|({control})({codes}){MARK_END}?|{self._marks.pattern}"
         )
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -142,21 +150,23 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except _REFUSALS as error:
-            reason = str(error).replace(MARK_START, "").replace(MARK_END, "")
+            reason = self._marks.sub("", str(error))
             raise ChatTemplateError(reason[:_MAX_REASON_CHARS]) from error
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Cut rendered text at the marks: (piece, is the caller's control-token text).
 
         A template may cut the caller's text, at a control token above all, and so lose a mark. Therefore
-        a mark says something only about the control token right beside it, and either of the two will
-        do; any other is dropped.
+        a mark says something only about its own control token, right beside it, and either of the two
+        will do; any other is dropped.
         """
         pieces: list[tuple[str, bool]] = []
         end = 0
         for match in self._marked_control.finditer(text):
+            control = match[2] or match[4]
+            codes = (match[1], match[3], match[5])
             pieces.append((text[end : match.start()], False))
-            pieces.append((match[0].strip(MARK_START + MARK_END), True))
+            pieces.append((control or "", bool(control) and self._codes[control] in codes))
             end = match.end()
         pieces.append((text[end:], False))
         return _joined(pieces)
@@ -168,6 +178,8 @@ class ChatTemplate:
             plain["tool_calls"] = [self._marked(call.plain()) for call in message.calls]
         if message.call_id is not None:
             plain["tool_call_id"] = self._mark(message.call_id)
+        if message.name is not None:
+            plain["name"] = self._mark(message.name)
         return plain
 
     def _marked(self, value: Any) -> Any:  # noqa: ANN401 - JSON
@@ -181,8 +193,11 @@ class ChatTemplate:
         return value
 
     def _mark(self, text: str) -> str:
-        text = text.replace(MARK_START, "").replace(MARK_END, "")
-        return self._control.sub(lambda match: f"{MARK_START}{match[0]}{MARK_END}", text)
+        return self._control.sub(self._between_marks, self._marks.sub("", text))
+
+    def _between_marks(self, match: re.Match[str]) -> str:
+        code = self._codes[match[0]]
+        return f"{MARK_START}{code}{match[0]}{code}{MARK_END}"
 
 
 def _joined(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:

@@ -14,6 +14,7 @@ from loraplex_engine.protocol import TokenLogprobs
 
 from loraplex_platform.gateway.detokenizer import Detokenizer, TokenBytes
 from loraplex_platform.gateway.stops import StopMatch, StopMatcher
+from loraplex_platform.gateway.tool_parser import ToolCallParser
 
 _LOGPROB_CHARS = 80  # of JSON per log-probability
 
@@ -64,6 +65,8 @@ class TextStream:
     Args:
         min_tokens: no stop string ends in the text of the first so many tokens.
         shows_stop: the stop string itself is shown too.
+        one_call: a parser of its own: the end of a tool call stops the text as a stop string does. It
+            is found as the answer finds it, so that a mark within a call's arguments is none.
     """
 
     def __init__(
@@ -73,10 +76,12 @@ class TextStream:
         *,
         min_tokens: int = 0,
         shows_stop: bool = False,
+        one_call: ToolCallParser | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(token_bytes)
         self._matcher = StopMatcher(stops, shows_stop=shows_stop)
         self._min_tokens = min_tokens
+        self._one_call = one_call
         self._held: deque[_HeldToken] = deque()
         self._num_decoded = 0
         self._num_shown = 0
@@ -107,11 +112,34 @@ class TextStream:
         tail = self._detokenizer.flush()
         self._num_decoded += len(tail)
         match = self._match(tail)
-        text = match.text if match.is_stopped else match.text + self._matcher.flush()
+        text = match.text
+        if not match.is_stopped:
+            text += self._cut(StopMatch(self._matcher.flush(), is_stopped=False), len(text)).text
         return self._release(text, is_last=True)
 
     def _match(self, text: str) -> StopMatch:
-        return self._matcher.push(text, can_stop=self.num_tokens > self._min_tokens)
+        return self._cut(self._matcher.push(text, can_stop=self._can_stop))
+
+    @property
+    def _can_stop(self) -> bool:
+        return self.num_tokens > self._min_tokens
+
+    def _cut(self, match: StopMatch, num_before: int = 0) -> StopMatch:
+        """Of text that may be shown, what is not behind the end of a call.
+
+        Args:
+            num_before: characters that are about to be shown before it.
+        """
+        if self._one_call is None:
+            return match
+        ends = self._one_call.call_ends
+        num_known = len(ends)
+        self._one_call.push(match.text)
+        if len(ends) == num_known or not self._can_stop:
+            return match
+        # The call may have been found to be over only by what came after it.
+        end = max(0, ends[num_known] - self._num_shown - num_before)
+        return StopMatch(match.text[:end], is_stopped=True)
 
     def _release(self, text: str, *, is_last: bool) -> TextPiece:
         self._num_shown += len(text)

@@ -35,14 +35,18 @@ class ChoiceCalls:
     def __init__(self, parser: ToolCallParser, key: str) -> None:
         self._parser = parser
         self._key = key
+        self._has_content = False  # some of it was shown
 
     def push(self, text: str) -> Delta | None:
         """More text; None: nothing of it can be shown yet."""
         return self._delta(self._parser.push(text))
 
     def finish(self) -> Delta | None:
-        """The rest, when the choice has ended."""
-        return self._delta(self._parser.finish())
+        """The rest, when the choice has ended; without calls there is content, be it empty."""
+        delta = self._delta(self._parser.finish())
+        if delta is None and self._parser.num_calls == 0 and not self._has_content:
+            return Delta(content="")
+        return delta
 
     def whole(self, text: str) -> AssistantMessage:
         """All of it at once."""
@@ -98,6 +102,7 @@ class ChoiceCalls:
                     )
         if content is UNSET and not calls:
             return None
+        self._has_content = self._has_content or content is not UNSET
         return Delta(content=content, tool_calls=list(calls.values()) or UNSET)
 
     def _id(self, index: int) -> str:

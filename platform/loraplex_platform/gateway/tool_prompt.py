@@ -43,7 +43,7 @@ def fold(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> li
         elif message.calls:
             blocks = [_block(call) for call in message.calls]
             content = "\n".join([message.content, *blocks] if message.content else blocks)
-            folded.append(ChatMessage(message.role, content))
+            folded.append(replace(message, content=content, calls=()))
         else:
             folded.append(message)
         was_result = message.role == "tool"

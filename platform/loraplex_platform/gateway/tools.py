@@ -46,7 +46,7 @@ class ToolPlan:
     shown: list[dict[str, Any]]  # as the chat template takes them
     names: frozenset[str]
     grammar: Grammar | None
-    stops: tuple[str, ...]  # stop strings of our own
+    ends_after_call: bool  # the answer is over with its first call; a grammar may see to that
 
     def parser(self) -> ToolCallParser:
         """For one choice's text."""
@@ -98,7 +98,7 @@ def plan_tools(
         names=frozenset(tool.function.name for tool in offered),
         grammar=grammar,
         # A call's end is the answer's: nothing is generated behind it to be thrown away.
-        stops=(END,) if is_single and not is_forced else (),
+        ends_after_call=is_single and not is_forced,
     )
 
 
@@ -185,8 +185,11 @@ def _arguments_schema(index: int, function: FunctionDefinition) -> str:
 
 
 def _with_options(schema: Any, *, is_lenient: bool) -> str:  # noqa: ANN401 - JSON
-    """The schema with the same options as the engine gives to a schema that stands alone."""
-    options = {"whitespace_pattern": " ", "lenient": is_lenient, "coerce_one_of": True}
+    """The schema with the same options as the engine gives to a schema that stands alone.
+
+    `is_lenient`: what no grammar follows is ignored, and `oneOf` taken for `anyOf`.
+    """
+    options = {"whitespace_pattern": " ", "lenient": is_lenient, "coerce_one_of": is_lenient}
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

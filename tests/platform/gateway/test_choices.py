@@ -232,6 +232,20 @@ async def test_a_fault_after_some_choices_ended_bills_nothing(stand: Stand) -> N
     assert (attempt.outcome, attempt.billed, entry.account) == ("fault", 0, "absorbed")
 
 
+async def test_a_choice_whose_end_was_never_told_is_a_fault(stand: Stand) -> None:
+    """Another's end says nothing of it: its text may be any part of what there was."""
+    stand.engine.script = _say("x", "a long story", forgets_end_of=0)
+
+    with pytest.raises(openai.InternalServerError) as failure:
+        await stand.client.chat.completions.create(model=BASE, messages=_HELLO, n=2)
+
+    assert failure.value.code == "engine_error"
+    _, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    assert (attempt.outcome, attempt.billed, entry.account) == ("fault", 0, "absorbed")
+
+
 async def test_an_engine_lost_after_every_choice_has_its_text_still_answers(
     own_stand: Stand,
 ) -> None:

@@ -80,11 +80,12 @@ def test_without_tools_or_with_none_the_answer_is_an_ordinary_one() -> None:
 def test_auto_is_free_text_unless_something_must_hold() -> None:
     free = plan_tools(tools(WEATHER, CLOCK), None, None, None)
     assert free is not None
-    assert (free.grammar, free.stops, free.names) == (None, (), {"get_weather", "now"})
+    assert (free.grammar, free.names) == (None, {"get_weather", "now"})
+    assert not free.ends_after_call
 
     single = plan_tools(tools(WEATHER), "auto", False, None)
     assert single is not None
-    assert (single.grammar, single.stops) == (None, (END,))
+    assert (single.grammar, single.ends_after_call) == (None, True)
 
     bound = plan_tools(tools(strict(WEATHER), CLOCK), "auto", None, None)
     assert bound is not None
@@ -213,6 +214,31 @@ def test_what_does_not_go_together_is_refused_by_name(
         plan_tools(tools(*definitions), choice, None, output)
 
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_lax"),
+    [({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, False), ({"type": "integer"}, True)],
+)
+def test_only_a_lax_tool_takes_one_of_for_any_of(schema: Any, is_lax: bool) -> None:
+    """`oneOf` taken for `anyOf` allows what matches twice: no schema followed to the letter may."""
+    object_schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": object_schema}}
+    output = Grammar(kind="json_schema", value='{"type":"object"}')
+
+    def options(definition: dict[str, Any]) -> list[Any]:
+        plan = plan_tools(tools(definition), None, None, output)
+        assert plan is not None
+        assert plan.grammar is not None
+        schemas = [line.partition("%json ")[2] for line in plan.grammar.value.split("\n")]
+        return [json.loads(schema)["x-guidance"] for schema in schemas if schema]
+
+    lax, of_format = options(tool)
+    assert (lax["coerce_one_of"], lax["lenient"]) == (True, True)
+    assert (of_format["coerce_one_of"], of_format["lenient"]) == (False, False)
+    if is_lax:
+        [strictly, _] = options(strict(tool))
+        assert (strictly["coerce_one_of"], strictly["lenient"]) == (False, False)
 
 
 def test_a_strict_tools_unsupported_keyword_is_named_and_a_lax_ones_is_ignored(
@@ -431,6 +457,76 @@ class TestOverHttp:
         used = answer.usage.completion_tokens
         assert used < len(tiny_model.ids_of(TWO_CALLS))  # nobody pays for the second
 
+    @pytest.mark.parametrize("tokens_per_event", [1, 5, 1000])
+    @pytest.mark.parametrize(
+        "arguments",
+        ['{"a": "</tool_call>"}', '{"a": {"b": "<tool_call>"}}', '"{\\"a\\": 1}"', "[1]"],
+    )
+    async def test_a_mark_within_the_only_call_s_arguments_does_not_end_it(
+        self, arguments: str, tokens_per_event: int, stand: Stand
+    ) -> None:
+        """Found in review: as a stop string the mark cut the call in its middle."""
+        body = f'{START}\n{{"name": "now", "arguments": {arguments}}}'
+        text = f"Well: {body}\n{END} and {ONE_CALL} and more"
+        stand.engine.script = says(text, tokens_per_event=tokens_per_event)
+        whole_ids = tiny_model.ids_of(text)
+        decode = tiny_model.reference().decode
+        num_kept = next(n for n in range(len(whole_ids)) if body in decode(whole_ids[:n]))
+        expected = json.loads(arguments) if arguments.startswith('"') else arguments
+
+        answer = await ask(stand, parallel_tool_calls=False, max_tokens=150, tools=[CLOCK])
+        content, calls, reason, _ = await streamed(
+            stand, parallel_tool_calls=False, max_tokens=150, tools=[CLOCK]
+        )
+
+        [choice] = answer.choices
+        [call] = choice.message.tool_calls
+        assert call.function.arguments == calls[0]["arguments"] == expected
+        assert (len(calls), choice.message.content, content) == (1, "Well: ", "Well: ")
+        assert choice.finish_reason == reason == "tool_calls"
+        assert answer.usage.completion_tokens == num_kept
+
+    async def test_each_choice_ends_after_its_own_call(self, stand: Stand) -> None:
+        texts = (TWO_CALLS, "Just text.", f"{ONE_CALL} and more and more and more")
+        stand.engine.script = says("", choices=[[*tiny_model.ids_of(text), 2] for text in texts])
+
+        answer = await ask(stand, n=3, parallel_tool_calls=False)
+
+        assert [c.finish_reason for c in answer.choices] == ["tool_calls", "stop", "tool_calls"]
+        assert [len(c.message.tool_calls or ()) for c in answer.choices] == [1, 0, 1]
+        assert {(a.index, a.as_stop) for a in stand.aborts} == {(0, True), (2, True)}
+
+    async def test_nothing_but_calls_has_no_content_streamed_either(self, stand: Stand) -> None:
+        async def contents() -> list[str | None]:
+            stream = await ask(stand, stream=True)
+            return [c.choices[0].delta.content async for c in stream if c.choices]
+
+        stand.engine.script = says(ONE_CALL)
+        assert set(await contents()) == {None}
+        assert (await ask(stand)).choices[0].message.content is None
+        stand.engine.script = says("")
+        assert "".join(content or "" for content in await contents()) == ""
+        assert "" in await contents()
+        assert (await ask(stand)).choices[0].message.content == ""
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}],
+    )
+    async def test_what_is_about_tools_needs_them(
+        self, change: dict[str, Any], stand: Stand
+    ) -> None:
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await ask(stand, tools=None, extra_body=change)
+
+        assert refusal.value.param == next(iter(change))
+        await ask(stand, tools=[], extra_body={"tool_choice": "auto"})
+
+    async def test_a_speaker_s_name_is_taken(self, stand: Stand) -> None:
+        stand.engine.script = says("Fine.")
+
+        await ask(stand, messages=[{"role": "user", "name": "Ann", "content": "Hi"}])
+
     async def test_choices_are_parsed_apart(self, stand: Stand) -> None:
         ids = [[*tiny_model.ids_of(text), 2] for text in (TWO_CALLS, "Just text.")]
         stand.engine.script = says("", choices=ids)
@@ -522,10 +618,41 @@ class TestOverHttp:
 
         assert failure.value.status_code == status
         assert failure.value.code == code
+        assert failure.value.param == ("response_format" if status == 400 else None)
         await stand.settled()
         _, attempt, _ = await stand.last_request()
         assert attempt is not None
         assert attempt.billed == 0
+
+    @pytest.mark.parametrize(
+        ("code", "fields", "param"),
+        [
+            ("grammar_invalid", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+            ("grammar_invalid", {"tools": [CLOCK], "tool_choice": "required"}, "tools"),
+            ("no_token_allowed", {"tools": [CLOCK], "tool_choice": "required"}, "tools"),
+            ("no_token_allowed", {"allowed_token_ids": [5]}, "allowed_token_ids"),
+            ("no_token_allowed", {"bad_words": ["a"]}, "bad_words"),
+            ("no_token_allowed", {"min_tokens": 1}, "min_tokens"),
+            ("never_fits", {"max_tokens": 8}, "max_tokens"),
+            ("never_fits", {"max_completion_tokens": 8}, "max_completion_tokens"),
+        ],
+    )
+    async def test_what_the_engine_refuses_names_the_field_that_was_sent(
+        self, code: str, fields: dict[str, Any], param: str, stand: Stand
+    ) -> None:
+        if code == "never_fits":
+            stand.engine.script = says("x", reject=code, reject_message="too long" * 1000)
+        else:
+            stand.engine.script = says("x", error_after=0, error_code=code)
+        body = {"model": BASE, "messages": QUESTION, **fields}
+
+        answer = await stand.http().post("/v1/chat/completions", json=body)
+
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert param in error["message"]
+        assert len(error["message"]) < 1000
 
     async def test_formats_reach_the_engine(self, stand: Stand) -> None:
         stand.engine.script = says('{"a": 1}')

@@ -20,6 +20,17 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Hands everything of tools and calls on, as the templates of models that know them do.
+CHATML_WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\nCall as <tool_call>.\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function.name }} "
+    "{{ call.function.arguments | tojson(indent=1) }}</tool_call>{% endfor %}"
+    "{% if message.tool_call_id %}{{ message.tool_call_id }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 _CORPUS = [
     "The capital of France is Paris, and the capital of Italy is Rome. Stop here, please!",
     "안녕하세요 세계 여러분, 오늘은 날씨가 좋네요. 안녕하세요 여러분.",
