@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -41,6 +42,10 @@ from loraplex_engine.step import AdapterPool, BlockUpdate, NewRow, Step
 BROUGHT_BY_OTHERS = (BlockReason.ADAPTER_LOADING, BlockReason.GRAMMAR)
 # What a step keeps for the oldest prefill under way when others pass it: it ends, whoever comes.
 PASSED_SHARE = 16  # one token in so many
+# What a step spends on looking waiting requests up, before others wait for the next one: in names of
+# blocks, each of which takes about 10 us to make. The prompt that goes beyond is still looked up whole.
+LOOKUP_WORK = 512
+_ADAPTER_REASONS = (BlockReason.ADAPTER_LOADING, BlockReason.ADAPTER_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class _Batch:
     # Adapters that a tenant asked for in this step in vain: each is asked for once.
     unavailable: dict[tuple[str, str], BlockReason] = field(default_factory=dict)
     draining: str | None = None  # the adapter that nobody may lease anew in this step
+    most_lookup_work: int = 0  # where `KvManager.lookup_work` may be before the last look-up
 
     def append(self, request: Request, count: int) -> None:
         """Compute `count` more tokens of `request`."""
@@ -249,6 +255,7 @@ class Scheduler:
         """Decide the next step; its tokens count as computed from here on."""
         batch = _Batch(budget=self.limits.max_num_batched_tokens)
         batch.now_unix_s = now_unix_s
+        batch.most_lookup_work = self._kv.lookup_work + LOOKUP_WORK
         self._waiting.begin_step(now_unix_s)
         self.meter.begin_step(now_unix_s)
         for request in self._running:
@@ -442,47 +449,83 @@ class Scheduler:
     def _try_to_admit(self, batch: _Batch, request: Request, budget: int) -> _Verdict:
         """Let a waiting request run, unless it is blocked or lacks room.
 
-        The checks are apart, cheapest first; the adapter's lease is the last, for it would have to be
-        given back. `budget`: tokens that it may compute in this step.
+        The checks are apart, cheapest first. The adapter's lease is the last, for it would have to be
+        given back; but who was blocked on it at the last look asks for it first, so that no request is
+        looked up step after step in vain. `budget`: tokens that it may compute in this step.
         """
         if not self._free_rows:
             return _Verdict.NO_ROOM
-        request.blocked_on = self._block_reason(batch, request)
+        was_blocked_on = request.blocked_on
+        request.blocked_on = self._block_reason(batch, request, budget)
         if request.blocked_on is not None:
             return _Verdict.SKIPPED
-        hit = self._kv.lookup(request)
+        digest = request.adapter_digest
+        if digest is not None and (
+            was_blocked_on in _ADAPTER_REASONS or not self._adapters.is_loaded(digest)
+        ):
+            verdict = self._take_lease(batch, request)
+            if verdict is not None:
+                return verdict
+        verdict = self._look_up_and_admit(batch, request, budget)
+        if verdict is not _Verdict.TAKEN and digest is not None and request.adapter_slot >= 0:
+            self._adapters.release(digest, request.generate.tenant_id)
+            request.adapter_slot = BASE_SLOT
+        return verdict
+
+    def _look_up_and_admit(self, batch: _Batch, request: Request, budget: int) -> _Verdict:
+        """The checks that take time; then the lease, if the request has none yet."""
+        # With nobody running no step is held up; and somebody is to run.
+        if self._running and self._kv.lookup_work >= batch.most_lookup_work:
+            return _Verdict.NO_ROOM
+        hit = self._kv.lookup(request, partial(self._may_wait_for, request))
         request.num_computed_tokens = hit.num_tokens
         request.blocked_on = self._prefill_block_reason(batch, request, budget, hit)
         if request.blocked_on is not None:
             return _Verdict.SKIPPED
-        digest = request.adapter_digest
-        is_loaded = digest is None or self._adapters.is_loaded(digest)
-        # One whose adapter still loads is skipped, whether there is room or not.
-        if is_loaded and not self._has_room(request, hit):
+        if not self._has_room(request, hit):
             return _Verdict.NO_ROOM
-        slot = BASE_SLOT
-        if request.adapter_digest is not None:
-            try:
-                leased = self._lease(batch, request)
-            except (AdapterUnavailableError, AdapterInvalidError) as error:
-                ending = Ending("error", error_code=error.code, error_message=str(error))
-                self._end(batch, request, ending)
-                return _Verdict.TAKEN
-            if leased is None:
-                request.blocked_on = self._adapter_block_reason(batch, request)
-                return _Verdict.SKIPPED
-            if not is_loaded and not self._has_room(request, hit):  # it has come this very moment
-                self._adapters.release(request.adapter_digest, request.generate.tenant_id)
-                return _Verdict.NO_ROOM
-            slot = leased
-        self._admit(batch, request, slot, budget, hit)
+        if request.adapter_digest is not None and request.adapter_slot == BASE_SLOT:
+            verdict = self._take_lease(batch, request)
+            if verdict is not None:
+                return verdict
+        self._admit(batch, request, budget, hit)
         return _Verdict.TAKEN
 
-    def _block_reason(self, batch: _Batch, request: Request) -> BlockReason | None:
-        """Why a request is to be skipped in this step, as far as is known without looking further."""
+    def _take_lease(self, batch: _Batch, request: Request) -> _Verdict | None:
+        """Lease a waiting request's adapter; None: it has its slot, else what became of it."""
+        try:
+            slot = self._lease(batch, request)
+        except (AdapterUnavailableError, AdapterInvalidError) as error:
+            ending = Ending("error", error_code=error.code, error_message=str(error))
+            self._end(batch, request, ending)
+            return _Verdict.TAKEN
+        if slot is None:
+            request.blocked_on = self._adapter_block_reason(batch, request)
+            return _Verdict.SKIPPED
+        request.adapter_slot = slot
+        return None
+
+    def _may_wait_for(self, request: Request, leader: Request) -> bool:
+        """Whether a waiting request may wait for one that computes what it shares: not for one whose
+        turn comes after its own, or it would be served in that one's place in line.
+        """
+        if leader.siblings is request.siblings:
+            return True  # choices of one request
+        rank = self._waiting.prefill_rank
+        return bool(rank(leader) <= rank(request))
+
+    def _block_reason(self, batch: _Batch, request: Request, budget: int) -> BlockReason | None:
+        """Why a request is to be skipped in this step, as far as is known without looking it up."""
         if request.is_compiling:
             return BlockReason.GRAMMAR
-        return self._adapter_block_reason(batch, request)
+        reason = self._adapter_block_reason(batch, request)
+        if reason is not None:
+            return reason
+        if any(self._may_wait_for(request, leader) for leader in self._kv.leaders(request)):
+            return BlockReason.PREFIX
+        if request.blocked_on is BlockReason.PARTIAL_PREFILLS:
+            return self._partials_block_reason(batch, request, budget)  # by what it found then
+        return None
 
     def _prefill_block_reason(
         self, batch: _Batch, request: Request, budget: int, hit: Hit
@@ -490,6 +533,12 @@ class Scheduler:
         """Why a request is to be skipped in this step, given what it need not compute."""
         if hit.is_coming:
             return BlockReason.PREFIX
+        return self._partials_block_reason(batch, request, budget)
+
+    def _partials_block_reason(
+        self, batch: _Batch, request: Request, budget: int
+    ) -> BlockReason | None:
+        """Whether a request would be one prefill under way too many."""
         cap = self.limits.max_partial_prefills
         if cap is not None and batch.num_partials >= cap:
             num_left = request.num_tokens - request.num_computed_tokens
@@ -541,7 +590,7 @@ class Scheduler:
                 batch.draining = self._adapter_to_drain()
         return slot
 
-    def _admit(self, batch: _Batch, request: Request, slot: int, budget: int, hit: Hit) -> None:
+    def _admit(self, batch: _Batch, request: Request, budget: int, hit: Hit) -> None:
         """Give a waiting request a row and blocks; every check has been passed."""
         if not request.has_begun:
             self.meter.note_wait(batch.now_unix_s - request.arrived_at_unix_s)
@@ -549,7 +598,6 @@ class Scheduler:
         self._waiting.admit(request)
         request.status = RequestStatus.RUNNING
         request.row = heappop(self._free_rows)
-        request.adapter_slot = slot
         self._running.append(request)
         blocks, copy = self._kv.admit(request, hit, request.num_tokens)
         if copy is not None:
@@ -560,7 +608,7 @@ class Scheduler:
                 token_ids=tuple(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 block_ids=tuple(blocks),
-                adapter_slot=slot,
+                adapter_slot=request.adapter_slot,
                 sampling=request.sampling,
             )
         )

@@ -9,17 +9,27 @@ written and is sound (`commit`): only then can others find a block. What it find
 * another choice of the same request that has computed their prompt: its full blocks are shared, and the
   one that is partly filled is copied, since each choice goes on writing in it.
 The last known token is always computed, because its logits are what the next one is drawn from.
+
+What comes next may be what another request is computing. Who waits for that remembers what it waits for
+(`Request.awaited`), so that each step asks for it in constant time (`leaders`), however many wait.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex_engine.kv.block_pool import BlockPool
-from loraplex_engine.kv.hashing import BlockChain
+from loraplex_engine.kv.hashing import BlockChain, BlockName
 from loraplex_engine.kv.prefix_cache import PrefixCache
 from loraplex_engine.request import Request, RequestStatus
+
+MAX_CHAINS_KEPT = 32  # of the prompts looked up last, whose names equal prompts take over
+SCANS_PER_HASH = 16  # looking a block's name up costs so much less than making it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +40,8 @@ class Hit:
     blocks: tuple[int, ...] = ()  # to be shared
     copy_from: int | None = None  # the block that follows, to be copied
     num_idle: int = 0  # of the shared blocks: free so far
-    # Somebody is computing what comes next: to wait is cheaper than to compute it as well. Whoever it is
-    # runs, and loses the promise with its blocks, so nobody waits for what never comes.
+    # Somebody is computing what comes next, and may be waited for: that is cheaper than to compute it as
+    # well. Whoever it is runs, and loses the promise with its blocks, so nobody waits for what never comes.
     is_coming: bool = False
 
 
@@ -41,11 +51,21 @@ NO_HIT = Hit()
 @dataclass(slots=True)
 class _Table:
     blocks: list[int]
+    request: Request | None = None  # whose it is, if it was made by `admit`
     chain: BlockChain | None = None
     num_written: int = 0  # tokens whose keys and values are in the blocks, and sound
     num_unnamed: int = 0  # of the blocks it took itself: without a name, on its owner's account
     num_settled: int = 0  # leading blocks that can be found, or need not
     num_expected: int = 0  # blocks up to here, from the settled ones on, are promised to others
+
+
+class _ChainKey(NamedTuple):
+    """What makes the names of two prompts' blocks equal."""
+
+    tenant_id: str
+    salt: bytes
+    adapter_digest: str | None
+    prompt: bytes  # SHA-256
 
 
 class KvManager:
@@ -65,7 +85,10 @@ class KvManager:
         self._pool = pool
         self._cache = cache
         self._tables: dict[int, _Table] = {}
+        # Least recently used first.
+        self._chains: OrderedDict[_ChainKey, BlockChain] = OrderedDict()
         self.block_size = block_size
+        self.lookup_work = 0  # what all look-ups have cost, in names made
 
     @property
     def num_blocks(self) -> int:
@@ -128,7 +151,7 @@ class KvManager:
             self._pool.release(reversed(table.blocks))
             return
         for name in table.chain.names[table.num_settled : table.num_expected]:
-            self._cache.stop_expecting(name)
+            self._cache.stop_expecting(name, key)
         self._cache.note_unnamed(table.chain.owner, -table.num_unnamed)
         for block in reversed(table.blocks):
             self._pool.release((block,))
@@ -137,16 +160,41 @@ class KvManager:
 
     # ------------------------------------------------------------------ sharing
 
-    def lookup(self, request: Request) -> Hit:
-        """What a request without a table would find now."""
-        hit = self._find_cached(request)
+    def leaders(self, request: Request) -> list[Request]:
+        """Who still computes what a waiting request was told to be coming when it was last looked up.
+
+        Nobody: look it up anew. Constant time; what was found meanwhile of the way there is left aside.
+        """
+        awaited = request.awaited
+        if awaited is None:
+            return []
+        if isinstance(awaited, Request):
+            table = self._tables.get(awaited.seq)
+            has_it = table is None or table.num_written >= request.num_prompt_tokens
+            return [] if has_it else [awaited]
+        cache = self._cache
+        assert cache is not None
+        return [] if cache.is_known(awaited) else self._promised_by(awaited, cache)
+
+    def lookup(
+        self, request: Request, may_wait_for: Callable[[Request], bool] = lambda leader: True
+    ) -> Hit:
+        """What a request without a table would find now.
+
+        Args:
+            may_wait_for: whether it may wait for a request that is computing what comes next.
+        """
+        request.awaited = None
+        hit = self._find_cached(request, may_wait_for)
         # Choices of one request: once a neighbour has the whole prompt, only its last token is left.
         if len(request.siblings) > 1 and hit.num_tokens < request.num_prompt_tokens - 1:
             for sibling in request.siblings:
                 if sibling is request or sibling.status is not RequestStatus.RUNNING:
                     continue
                 if self._tables[sibling.seq].num_written >= request.num_prompt_tokens:
+                    request.awaited = None
                     return self._fork_from(sibling, request.num_prompt_tokens - 1)
+                request.awaited = sibling
                 hit = Hit(is_coming=True)
         return hit
 
@@ -172,6 +220,7 @@ class KvManager:
         self._pool.share(hit.blocks)
         table = _Table(
             [*hit.blocks],
+            request,
             request.chain,
             num_written=hit.num_tokens,
             num_settled=len(hit.blocks),
@@ -184,7 +233,7 @@ class KvManager:
             table.num_expected = max(table.num_settled, request.num_tokens // self.block_size)
             request.chain.extend(request.token_ids, table.num_expected)
             for name in request.chain.names[table.num_settled : table.num_expected]:
-                self._cache.expect(name)
+                self._cache.expect(name, request.seq)
             if not request.has_begun:
                 request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
                 self._cache.num_query_tokens += request.num_prompt_tokens
@@ -210,7 +259,7 @@ class KvManager:
                 self._pool.keep(table.blocks[index])
                 table.num_unnamed -= 1
             if index < table.num_expected:
-                cache.stop_expecting(chain.names[index])
+                cache.stop_expecting(chain.names[index], request.seq)
             table.num_settled = index + 1
         table.num_expected = max(table.num_expected, table.num_settled)
 
@@ -220,7 +269,7 @@ class KvManager:
             for block in self._cache.clear():
                 self._pool.unkeep(block)
 
-    def _find_cached(self, request: Request) -> Hit:
+    def _find_cached(self, request: Request, may_wait_for: Callable[[Request], bool]) -> Hit:
         cache = self._cache
         if cache is None or not request.generate.tenant_salt:
             return NO_HIT  # without a salt there is no telling whose it is
@@ -228,26 +277,58 @@ class KvManager:
             request.chain = self._chain_of(request, cache)
         limit = (request.num_tokens - 1) // self.block_size
         names = request.chain.names
+        self.lookup_work += max(0, limit - len(names))
         request.chain.extend(request.token_ids, limit)
         blocks = cache.find(names, limit)
+        until = len(blocks)  # where what is cached or is coming ends
+        if until < limit:
+            coming = self._promised_by(names[until], cache)
+            keys = {leader.seq for leader in coming if may_wait_for(leader)}
+            while until < limit and not keys.isdisjoint(cache.expected_by(names[until])):
+                until += 1
+        is_coming = until > len(blocks)
+        if is_coming:
+            request.awaited = names[until - 1]
+        self.lookup_work += 1 + until // SCANS_PER_HASH
         return Hit(
             num_tokens=len(blocks) * self.block_size,
             blocks=tuple(blocks),
             num_idle=sum(self._pool.num_holders(block) == 0 for block in blocks),
-            is_coming=len(blocks) < limit and cache.is_expected(names[len(blocks)]),
+            is_coming=is_coming,
         )
+
+    def _promised_by(self, name: BlockName, cache: PrefixCache) -> list[Request]:
+        requests = [self._tables[key].request for key in cache.expected_by(name)]
+        return [request for request in requests if request is not None]
 
     def _chain_of(self, request: Request, cache: PrefixCache) -> BlockChain:
         for sibling in request.siblings:
             if sibling.chain is not None:
                 return sibling.chain.fork(request.num_prompt_tokens // self.block_size)
         generate = request.generate
-        return cache.hasher.chain(
-            generate.prompt_token_ids,
-            owner=generate.tenant_id,
-            salt=generate.tenant_salt,
-            adapter_digest=generate.adapter_digest,
+        prompt = generate.prompt_token_ids
+        key = _ChainKey(
+            generate.tenant_id,
+            generate.tenant_salt,
+            generate.adapter_digest,
+            hashlib.sha256(array("I", prompt)).digest(),
         )
+        self.lookup_work += len(prompt) // (self.block_size * SCANS_PER_HASH)
+        equal = self._chains.pop(key, None)
+        chain = (
+            equal.fork(len(prompt) // self.block_size)
+            if equal is not None
+            else cache.hasher.chain(
+                prompt,
+                owner=generate.tenant_id,
+                salt=generate.tenant_salt,
+                adapter_digest=generate.adapter_digest,
+            )
+        )
+        self._chains[key] = chain
+        if len(self._chains) > MAX_CHAINS_KEPT:
+            self._chains.popitem(last=False)
+        return chain
 
     def _fork_from(self, sibling: Request, num_tokens: int) -> Hit:
         table = self._tables[sibling.seq]

@@ -15,7 +15,7 @@ running requests alone take more than its share, they are served all the same, f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 
@@ -23,6 +23,7 @@ from loraplex_engine.block_events import BlockEvent, BlockRemoved, BlockStored, 
 from loraplex_engine.kv.hashing import BlockChain, BlockHasher, BlockName
 
 Owner = str | None  # a tenant; None: everybody, a public prefix
+_NOBODY: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class PrefixCache:
         self._named: dict[int, tuple[BlockName, Owner]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._parties: dict[Owner, _Party] = {}
-        self._expected: Counter[BlockName] = Counter()
+        self._expected: dict[BlockName, set[int]] = {}  # who promised each
 
     @property
     def num_named(self) -> int:
@@ -85,6 +86,10 @@ class PrefixCache:
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
+
+    def is_known(self, name: BlockName) -> bool:
+        """Whether some block has this name."""
+        return name in self._block_of
 
     def name_of(self, block: int) -> BlockName | None:
         return self._named[block][0] if block in self._named else None
@@ -129,13 +134,13 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ what is being computed
 
-    def expect(self, name: BlockName) -> None:
-        """A running request is about to compute the block of this name."""
-        self._expected[name] += 1
+    def expect(self, name: BlockName, by: int) -> None:
+        """The running request of this key is about to compute the block of this name."""
+        self._expected.setdefault(name, set()).add(by)
 
-    def stop_expecting(self, name: BlockName) -> None:
+    def stop_expecting(self, name: BlockName, by: int) -> None:
         """It has, or it never will."""
-        self._expected[name] -= 1
+        self._expected[name].remove(by)
         if not self._expected[name]:
             del self._expected[name]
 
@@ -144,13 +149,14 @@ class PrefixCache:
         """Blocks without a name in tables, over all owners."""
         return sum(party.num_unnamed for party in self._parties.values())
 
-    def is_expected(self, name: BlockName) -> bool:
-        return name in self._expected
+    def expected_by(self, name: BlockName) -> Set[int]:
+        """The keys of those who are about to compute the block of this name."""
+        return self._expected.get(name, _NOBODY)
 
     @property
     def num_expected(self) -> int:
         """Promises outstanding."""
-        return self._expected.total()
+        return sum(len(keys) for keys in self._expected.values())
 
     # ------------------------------------------------------------------ use and eviction
 
