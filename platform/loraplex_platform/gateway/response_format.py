@@ -15,7 +15,7 @@ import msgspec
 from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
 
 from loraplex_platform.gateway.errors import InvalidValueError, MissingParameterError
-from loraplex_platform.gateway.schema_check import MAX_SCHEMA_BYTES, check_schema
+from loraplex_platform.gateway.schema_check import MAX_SCHEMA_BYTES, check_schema, followable
 from loraplex_platform.gateway.structured_schemas import ResponseFormat, StructuredOutputs
 
 MAX_REGEX_CHARS: Final = 16 * 1024
@@ -108,7 +108,7 @@ def schema_grammar(schema: Any, param: str) -> Grammar:  # noqa: ANN401 - JSON
         raise InvalidValueError(f"'{param}' allows nothing.", param=param)
     if schema is True:
         schema = {}
-    return Grammar(kind="json_schema", value=schema_text(schema, param))
+    return Grammar(kind="json_schema", value=schema_text(followable(schema), param))
 
 
 def schema_text(schema: Any, param: str) -> str:  # noqa: ANN401 - JSON

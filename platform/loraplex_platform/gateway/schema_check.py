@@ -7,6 +7,8 @@ descriptions, examples) is ignored here too.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 8192
 MAX_SCHEMA_BYTES = 128 * 1024
 _MAX_PATH_CHARS = 300
+_NO_LOOKING: Final = "look-around, word boundaries and back-references are not supported"
 
 # Keywords that constrain, and that no grammar here can enforce.
 UNSUPPORTED: Final = frozenset(
@@ -39,9 +42,28 @@ UNSUPPORTED: Final = frozenset(
         "contentMediaType",
         "contentSchema",
         "$dynamicRef",
+        "$dynamicAnchor",
         "$recursiveRef",
+        "$recursiveAnchor",
     }
 )
+FORMATS: Final = frozenset(
+    {
+        "date",
+        "date-time",
+        "time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+    }
+)
+# In patterns: an escaped character or a class, to be passed over as one, and what opens a look-around.
+_PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?<?[=!]", re.DOTALL)
+_NOT_REGULAR: Final = re.compile(r"\(\?|\\[bBk1-9]")
 # Where a schema holds schemas: by name, in a list, or itself.
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -66,18 +88,60 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
                 f"Invalid value for '{name}': a schema is an object or a boolean.", param=name
             )
         for keyword in place:
-            # `false` asks for nothing.
-            if keyword in UNSUPPORTED and place[keyword] is not False:
-                name = f"{path[-_MAX_PATH_CHARS:]}.{keyword}"
-                raise UnsupportedParameterError(
-                    f"'{name}': the JSON schema keyword '{keyword}' is not supported.", param=name
+            if keyword in UNSUPPORTED and not _asks_for_nothing(place, keyword):
+                raise _unsupported(
+                    path, keyword, f"the JSON schema keyword '{keyword}' is not supported"
                 )
-        reference = place.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            name = f"{path[-_MAX_PATH_CHARS:]}.$ref"
-            raise UnsupportedParameterError(
-                f"'{name}': only references within the schema ('#...') are supported.", param=name
-            )
+        _check_values(place, path)
+
+
+def followable(schema: Any) -> Any:  # noqa: ANN401 - JSON
+    """A checked schema without keywords that ask for nothing and that the engine does not know."""
+    dropping = [
+        place
+        for _, place in _schemas(schema, "")
+        if isinstance(place, dict) and _asks_for_nothing(place, "uniqueItems")
+    ]
+    if not dropping:
+        return schema
+    schema = copy.deepcopy(schema)
+    for _, place in _schemas(schema, ""):
+        if isinstance(place, dict) and _asks_for_nothing(place, "uniqueItems"):
+            del place["uniqueItems"]
+    return schema
+
+
+def _asks_for_nothing(place: dict[str, Any], keyword: str) -> bool:
+    # `false` is a schema that nothing matches wherever a schema may stand: there it asks for much.
+    return keyword == "uniqueItems" and place.get(keyword) is False
+
+
+def _check_values(place: dict[str, Any], path: str) -> None:
+    """What depends on a keyword's value."""
+    reference = place.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        raise _unsupported(path, "$ref", "only references within the schema ('#...') are supported")
+    kind = place.get("type", "string")
+    is_text = "string" in kind if isinstance(kind, str | list) else True
+    if is_text and "format" in place and place["format"] not in FORMATS:
+        raise _unsupported(path, "format", f"supported are {', '.join(sorted(FORMATS))}")
+    pattern = place.get("pattern")
+    if isinstance(pattern, str) and not _is_regular(pattern):
+        raise _unsupported(path, "pattern", _NO_LOOKING)
+    by_pattern = place.get("patternProperties")
+    if isinstance(by_pattern, dict) and not all(map(_is_regular, by_pattern)):
+        raise _unsupported(path, "patternProperties", _NO_LOOKING)
+
+
+def _is_regular(pattern: str) -> bool:
+    """No look-around, word boundary or back-reference."""
+    parts = (match[0] for match in _PATTERN_PART.finditer(pattern))
+    return not any(_NOT_REGULAR.match(part) for part in parts)
+
+
+def _unsupported(path: str, keyword: str, reason: str) -> UnsupportedParameterError:
+    name = f"{path[-_MAX_PATH_CHARS:]}.{keyword}"
+    return UnsupportedParameterError(f"'{name}': {reason}.", param=name)
 
 
 def _check_bounds(schema: object, param: str) -> None:

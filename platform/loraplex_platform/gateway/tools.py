@@ -22,7 +22,7 @@ from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
 
 from loraplex_platform.gateway.errors import InvalidValueError
 from loraplex_platform.gateway.response_format import schema_text
-from loraplex_platform.gateway.schema_check import check_schema
+from loraplex_platform.gateway.schema_check import check_schema, followable
 from loraplex_platform.gateway.structured_schemas import (
     FunctionDefinition,
     NamedToolChoice,
@@ -179,6 +179,7 @@ def _head(name: str) -> str:
 def _arguments_schema(index: int, function: FunctionDefinition) -> str:
     schema = function.parameters or _NO_PARAMETERS
     schema_text(schema, f"tools[{index}].function.parameters")
+    schema = followable(schema)
     if "type" not in schema:
         schema = {"type": "object", **schema}
     return _with_options(schema, is_lenient=not function.strict)

@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
+from loraplex_engine.structured.errors import GrammarError
+from loraplex_engine.structured.tokenizer import native_matcher, open_tokenizer
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.gateway.response_format import MAX_REGEX_CHARS, output_grammar
 from loraplex_platform.gateway.schema_check import (
+    FORMATS,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMA_NODES,
@@ -19,7 +22,7 @@ from loraplex_platform.gateway.schema_check import (
 )
 from loraplex_platform.gateway.structured_schemas import ResponseFormat, StructuredOutputs
 
-from tests.support.grammars import SCHEMAS
+from tests.support.grammars import SCHEMAS, write_tokenizer
 
 
 def of_format(**fields: Any) -> Grammar | None:
@@ -107,6 +110,63 @@ def test_an_unsupported_keyword_is_named_with_its_place(keyword: str) -> None:
 
     assert param == f"response_format.json_schema.schema.properties.a.anyOf[1].{keyword}"
     assert code == "unsupported_parameter"
+
+
+_NEVER = ("unevaluatedProperties", "propertyNames", "contains", "dependentRequired", "not")
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        *(({keyword: False}, keyword) for keyword in _NEVER),
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"$dynamicAnchor": "x"}, "$dynamicAnchor"),
+        ({"type": "string", "format": "nosuch"}, "format"),
+        ({"format": "uri-reference"}, "format"),
+        ({"type": ["string", "null"], "format": "regex"}, "format"),
+        *(
+            ({"type": "string", "pattern": pattern}, "pattern")
+            for pattern in ("(?=a)b", "a(?!b)", "(?<=a)b", "(?<!a)b", r"(a)\1", r"\bfoo", r"\\\b")
+        ),
+        ({"patternProperties": {"^(?=x)": {}}}, "patternProperties"),
+    ],
+)
+def test_what_restricts_or_does_not_compile_is_refused_with_its_path(
+    schema: dict[str, Any], path: str, native_tokenizer: Any
+) -> None:
+    whole = {"type": "object", "properties": {"a": schema}}
+
+    param, code = refusal(of_schema, whole)
+
+    assert param == f"response_format.json_schema.schema.properties.a.{path}"
+    assert code == "unsupported_parameter"
+    with pytest.raises(GrammarError):  # or the refusal would be too strict
+        native_matcher(native_tokenizer, Grammar(kind="json_schema", value=json.dumps(whole)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+        {"type": "integer", "format": "int32"},
+        *({"type": "string", "format": name} for name in sorted(FORMATS)),
+        *(
+            {"type": "string", "pattern": pattern}
+            for pattern in (r"\(?=a", r"[(?=]a", r"^[\w.]+$", "(?:a|b)+", r"\\", "(?<name>a)")
+        ),
+        {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+    ],
+)
+def test_what_is_let_through_compiles(schema: dict[str, Any], native_tokenizer: Any) -> None:
+    grammar = of_schema(schema)
+
+    assert grammar is not None
+    native_matcher(native_tokenizer, grammar)
+
+
+@pytest.fixture(scope="module")
+def native_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return open_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def test_names_and_values_that_look_like_keywords_are_none() -> None:
