@@ -81,9 +81,6 @@ class Request:
     # What it waits for, if it does: the choice that computes their prompt, or the name of the last block
     # that it shares with who computes it (`KvManager.leaders`).
     awaited: Request | bytes | None = field(default=None, repr=False)
-    # What it waits for, if it does: the choice that computes their prompt, or the name of the last block
-    # that it shares with who computes it (`KvManager.leaders`).
-    awaited: Request | bytes | None = field(default=None, repr=False)
     was_admitted: bool = False  # ever
     num_cached_tokens: int = 0  # prompt tokens found when the first of the choices was admitted
 
