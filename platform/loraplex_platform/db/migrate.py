@@ -150,7 +150,7 @@ def downgrade(settings: DatabaseSettings, revision: str) -> None:
 
 
 def check(settings: DatabaseSettings) -> None:
-    """Raise unless the schema is exactly the one this program needs.
+    """Raise unless the schema is exactly the one this program needs; warn of a login that may too much.
 
     Raises:
         DatabaseUnavailableError: it cannot be reached.
@@ -158,8 +158,22 @@ def check(settings: DatabaseSettings) -> None:
     """
     with _owner_connection(settings) as connection:
         state, found = _state(connection)
+        owner = connection.execute(_MAY_OWN_THE_BOOKS).scalar_one_or_none()
+    if owner is not None:
+        log.warning(
+            "login_may_change_the_books",
+            login=owner,
+            remedy="Serve with another login than the owner's: see `loraplex migrate --help`.",
+        )
     if state is not SchemaState.CURRENT:
         raise SchemaMismatchError(state, found, head_revision())
+
+
+# The role is what a process sets for itself, and may reset; its login is what it cannot shed.
+_MAY_OWN_THE_BOOKS = text("""
+select session_user::text from pg_class
+where oid = to_regclass('ledger') and pg_has_role(session_user, relowner, 'MEMBER')
+""")
 
 
 def wait_until_current(settings: DatabaseSettings, *, patience_s: float = 30.0) -> None:

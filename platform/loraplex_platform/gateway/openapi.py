@@ -34,7 +34,7 @@ _EXAMPLE_ERROR: Final = {
         "request_id": "req_0199f0c2b7d37a5e8a1f6f1d2c3b4a59",
     }
 }
-_CHAT_EXAMPLES: Final = {
+_CHAT_EXAMPLES: Final[dict[str, Any]] = {
     "question": {
         "summary": "Ask an adapter",
         "value": {
@@ -68,6 +68,88 @@ _CHAT_EXAMPLES: Final = {
         },
     },
 }
+_WEATHER: Final = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 40}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+_STRUCTURE_EXAMPLES: Final[dict[str, Any]] = {
+    "tools": {
+        "summary": "Offer a function; the answer may call it",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+            "tools": [_WEATHER],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "max_tokens": 64,
+        },
+    },
+    "tool_result": {
+        "summary": "Send a call's result back",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [
+                {"role": "user", "content": "What is the weather in Rome?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "call_1",
+                            "type": "function",
+                            "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "Sunny, 24 degrees"},
+            ],
+            "tools": [_WEATHER],
+            "max_tokens": 64,
+        },
+    },
+    "json_schema": {
+        "summary": "An answer that follows a JSON schema",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "Name a city and its country."}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "city",
+                    "schema": {
+                        "type": "object",
+                        "properties": {
+                            "city": {"type": "string", "maxLength": 40},
+                            "country": {"type": "string", "maxLength": 40},
+                        },
+                        "required": ["city", "country"],
+                        "additionalProperties": False,
+                    },
+                },
+            },
+            "max_tokens": 64,
+        },
+    },
+    "structured_outputs": {
+        "summary": "One of a few answers",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "Is the sky blue?"}],
+            "structured_outputs": {"choice": ["yes", "no"]},
+            "max_tokens": 8,
+        },
+    },
+}
 _COMPLETION_EXAMPLES: Final = {
     "text": {
         "summary": "Continue a text",
@@ -76,6 +158,15 @@ _COMPLETION_EXAMPLES: Final = {
     "token_ids": {
         "summary": "Continue token ids",
         "value": {"model": "smollm2-135m", "prompt": [9906, 1917], "max_tokens": 16},
+    },
+    "structured_outputs": {
+        "summary": "Text that a regular expression matches",
+        "value": {
+            "model": "smollm2-135m",
+            "prompt": "The year is ",
+            "structured_outputs": {"regex": "[12][0-9]{3}"},
+            "max_tokens": 8,
+        },
     },
 }
 _REASONS: Final = {
@@ -137,7 +228,7 @@ CHAT: Final = _route(
         "text/event-stream": {"schema": {"type": "string", "description": _FRAMES}},
     },
     *_COMPLETION_ERRORS,
-    body={"schema": _ref("ChatRequest"), "examples": _CHAT_EXAMPLES},
+    body={"schema": _ref("ChatRequest"), "examples": {**_CHAT_EXAMPLES, **_STRUCTURE_EXAMPLES}},
 )
 COMPLETIONS: Final = _route(
     {

@@ -225,7 +225,9 @@ _RULES = (
     ),
     _Rule(
         "books_are_append_only",
-        "No login that serves can change or delete ledger, attempts, journals and audit log",
+        "Neither the runtime role nor this process's login can change ledger, attempts, journals"
+        " and audit log",
+        # Of other processes' logins each speaks for itself: `db.migrate.check` warns at their start.
         # The role is what a process sets for itself, and may reset; its login is what it cannot shed.
         """
         select name as id, privilege || ' is granted to loraplex_app' as detail

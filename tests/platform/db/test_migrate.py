@@ -10,8 +10,9 @@ from loraplex_platform.db import migrate
 from loraplex_platform.db.session import DatabaseUnavailableError, open_database
 from loraplex_platform.settings import MigrationSettings
 from sqlalchemy import text
+from structlog.testing import capture_logs
 
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 if TYPE_CHECKING:
     from tests.support.postgres import PostgresServer
@@ -37,6 +38,18 @@ def test_up_down_up_leaves_nothing_behind_and_builds_the_same(
 
         assert _tables(url) == first
         migrate.check(settings)
+
+
+def test_a_process_that_starts_with_a_login_that_may_change_the_books_says_so(db_url: str) -> None:
+    with capture_logs() as of_owner:
+        migrate.check(database_settings(db_url))
+    with capture_logs() as of_server:
+        migrate.check(database_settings(serving_url(db_url)))
+
+    assert [(event["event"], event["login"]) for event in of_owner] == [
+        ("login_may_change_the_books", "postgres")
+    ]
+    assert of_server == []
 
 
 def test_models_and_schema_do_not_differ(db_url: str) -> None:
