@@ -10,11 +10,16 @@ import httpx
 import openai
 import pytest
 from loraplex_engine.protocol import Generate
+from loraplex_platform.gateway.errors import AbandonedError
+from loraplex_platform.gateway.pump import Failed
+from loraplex_platform.worker.sweeper import Sweeper
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import BASE, Stand, eventually, says
+from tests.support.engines import connected
 from tests.support.fake_engine import Script
+from tests.support.metering import run_sql
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -140,7 +145,10 @@ async def test_a_stop_string_ends_its_own_choice_alone(stand: Stand) -> None:
     for choice in answer.choices:
         assert choice.logprobs is not None
         tokens = [entry.token for entry in choice.logprobs.content or []]
-        assert (choice.message.content or "").startswith("".join(tokens[:1]))
+        content = choice.message.content or ""
+        # The last may have begun the stop string: then it reaches beyond what is shown.
+        assert "".join(tokens).startswith(content)
+        assert len("".join(tokens[:-1])) < len(content)
     aborts = {(abort.index, abort.as_stop, abort.is_platform_fault) for abort in stand.aborts}
     assert aborts == {(0, True, False), (2, True, False)}
     assert len(stand.aborts) == 2
@@ -197,13 +205,18 @@ async def test_the_lease_s_checkpoint_counts_all_choices_up_to_their_stops(stand
 
 
 async def test_leaving_ends_all_choices_and_bills_what_each_had(stand: Stand) -> None:
+    num_kept = _tokens_until("go STOP on", "STOP")
     stand.engine.script = _say(
-        "go STOP " + "on and on " * 6, "a long story about many things " * 6, token_delay_s=0.03
+        "go STOP " + "on and on " * 6,
+        "a long story about many things " * 6,
+        token_delay_s=0.03,
+        tokens_per_event=num_kept + 3,  # the first choice's first event goes past its stop string
     )
 
     stream = await stand.client.chat.completions.create(
         model=BASE, messages=_HELLO, n=2, max_tokens=200, stream=True, stop="STOP"
     )
+    [pump] = stand.gateway.pumps.live
     async for chunk in stream:
         if chunk.choices[0].finish_reason is not None:
             break  # the first has met its stop string
@@ -213,8 +226,50 @@ async def test_leaving_ends_all_choices_and_bills_what_each_had(stand: Stand) ->
     assert attempt is not None
     assert (attempt.outcome, request.finish_reason) == ("aborted", "abort")
     assert [a.index for a in stand.aborts] == [0, None]
+    stopped, going = pump._choices
+    assert (stopped.num_kept, stopped.num_observed) == (num_kept, num_kept + 3)
+    assert going.num_kept == going.num_observed > 0
+    assert attempt.billed == num_kept + going.num_observed
+    assert attempt.discarded_past_stop == 3
     assert attempt.billed + attempt.discarded_past_stop == attempt.generated
     assert stand.engine.num_running == 0
+
+
+async def test_of_a_gateway_that_died_the_sweeper_bills_all_choices_up_to_the_checkpoint(
+    own_stand: Stand,
+) -> None:
+    stand = own_stand
+    stand.engine.script = _say(
+        "go STOP " + "on and on " * 6, "a long story about many things " * 4, token_delay_s=0.01
+    )
+    stream = await stand.client.completions.create(
+        model=BASE, prompt="x", n=2, max_tokens=200, stop="STOP", stream=True
+    )
+    await eventually(lambda: len(stand.aborts) == 1, "a choice stopped")
+    await stand.gateway.pumps.renew_once()
+    [(task, pump)] = stand.gateway.pumps._tasks.items()
+    task.cancel()  # the books stay open, as after a kill
+    await asyncio.wait({task})
+    pump.events.put_nowait(Failed(AbandonedError("killed")))  # the response's end
+    await stream.close()
+    await eventually(lambda: len(stand.engine.journal) == 1, "the engine finished")
+    await run_sql(stand.db, "update requests set lease_until = now() - interval '1 s'")
+
+    async with connected(stand.engine) as engines:
+        sweeper = Sweeper(stand.db.sessions, engines, grace_s=0.0, replica_lost_after_s=0.0)
+        assert await sweeper.sweep_once() == ["settled"]
+
+    request, attempt, entry = await stand.last_request()
+    assert attempt is not None
+    assert entry is not None
+    stopped, going = pump._choices
+    num_stopped = _tokens_until("go STOP on", "STOP")
+    assert stopped.num_kept == num_stopped
+    assert num_stopped < request.checkpoint_tokens <= num_stopped + going.num_observed
+    assert attempt.billed == entry.completion_tokens == request.checkpoint_tokens
+    assert attempt.generated == stand.engine.journal[0].usage.completion_tokens > attempt.billed
+    assert attempt.absorbed == attempt.generated - attempt.billed
+    assert entry.prompt_tokens == len(stand.generated[0].prompt_token_ids)
 
 
 async def test_a_fault_after_some_choices_ended_bills_nothing(stand: Stand) -> None:

@@ -591,6 +591,20 @@ async def test_the_openapi_page_has_schemas_and_examples(stand: Stand) -> None:
         assert name in document["components"]["schemas"]
 
 
+async def test_every_example_of_the_openapi_page_is_taken(stand: Stand) -> None:
+    document = (await stand.http("").get("/openapi.json")).json()
+    named: set[str] = set()
+
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        for example in body["examples"].values():
+            named |= example["value"].keys()
+            answer = await stand.http().post(path, json=example["value"] | {"model": BASE})
+            assert answer.status_code == 200, (example, answer.text)
+
+    assert {"tools", "tool_choice", "response_format", "structured_outputs"} <= named
+
+
 async def test_the_docs_page_loads_nothing_from_anywhere(stand: Stand) -> None:
     page = await stand.http("").get("/docs")
     redoc = await stand.http("").get("/redoc")
