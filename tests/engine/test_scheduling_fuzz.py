@@ -93,6 +93,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             has_prefix_cache=has_prefix_cache,
             policy=make_policy(policy, aging_s=aging_s, most_charged=most_charged),
         )
+        self.widest_bound = most_charged / min(WEIGHTS.values())
         self.admission = admission
         self.is_fair = policy == "fair"  # a tenant alone gets nine tenths of the queue
         self.has_turns = aging_s < NEVER_S
@@ -199,7 +200,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         gap = self.engine.scheduler.service_gap if hasattr(self, "engine") else None
         if gap is not None:
             assert gap.widest <= gap.promised + 1e-9
-            assert self.has_turns or gap.promised <= gap.bound + 1e-9
+            # Since the start, whoever has left since; `gap.bound` is of those who are there.
+            assert self.has_turns or gap.promised <= self.widest_bound + 1e-9
+            assert gap.bound <= self.widest_bound + 1e-9
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
