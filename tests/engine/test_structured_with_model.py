@@ -5,6 +5,7 @@ A random model writes what nobody would, so whatever a grammar lets through come
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.protocol import Generate, Grammar, TokenEvent, TokenLogprobs
 from loraplex_engine.runner import build_runner, load_model
+from loraplex_engine.structured import rows as rows_module
 from loraplex_engine.structured.compiler import GrammarCompiler
 from loraplex_engine.structured.setup import open_grammars
 
@@ -305,3 +307,28 @@ def test_the_assembled_engine_follows_grammars_and_leaves_no_worker_behind(
 def _workers() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [c for c in children if "loraplex_engine.structured.worker" in " ".join(c.cmdline())]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_are_left_out_of_steps_keep_their_bits(
+    dtype: Literal["float32", "bfloat16"], stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mask takes 20 ms on a clock of its own, so that a step has time for two or three."""
+    requests = [
+        ask(f"r{index}", schema(SCHEMAS[index]), seed=index, max_tokens=24, n=1 + index % 2)
+        for index in range(6)
+    ]
+    tenants = [
+        msgspec.structs.replace(request, tenant_id=f"tenant {index % 2}")
+        for index, request in enumerate(requests)
+    ]
+    alone: dict[tuple[str, int], Output] = {}
+    for request in tenants:
+        alone |= run(stand.core(dtype), [request])
+    monkeypatch.setattr(rows_module, "MAX_EXCESS_S", 1e9)
+    core = stand.core(dtype, max_num_seqs=16, max_num_batched_tokens=64)
+    core._grammars.clock = itertools.count(0.0, 0.02).__next__
+
+    assert run(core, tenants) == alone
+
+    assert core._grammars.num_deferred > 50

@@ -3,6 +3,7 @@
 | module | does |
 |---|---|
 | `matcher.py` | one choice's place in its grammar: masks, drafts, advancing |
+| `rows.py`, `mask_budget.py` | a step's requests under grammars, and the time that they may take of it |
 | `compiler.py` | grammars to matchers, off the step loop, bounded in every direction |
 | `worker.py`, `worker_process.py` | the killable process in which a grammar is tried first |
 | `tokenizer.py` | the vocabulary as llguidance sees it, and its limits |

@@ -124,7 +124,8 @@ class GrammarRows:
         """Drafts up to the first that a request's grammar does not allow."""
         if request.matcher is None:
             return () if request.compilation is not None else ids
-        if not self._budget.is_open(request.generate.tenant_id):
+        # To look at drafts must not take the time that a row needs to go on at all.
+        if request.num_deferrals or not self._budget.is_open(request.generate.tenant_id):
             return ()
         try:
             with self._timed(request, 0):
