@@ -118,19 +118,19 @@ def test_a_delta_that_depends_on_company_is_found(runner: ModelRunner, trial: Lo
     inner = trial.backend
 
     class Leaky:
-        """The last row of three and more gets a whiff of another."""
+        """The last row of some counts gets a whiff of another; the largest, the reference, does not."""
 
         prepare = staticmethod(inner.prepare)
         adapts_head = staticmethod(inner.adapts_head)
 
         def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: Any) -> None:
             inner.add(y_TN, x_TK, layer, site, batch)
-            if site == "gate_up" and len(y_TN) > 2:
+            if site == "gate_up" and 2 < len(y_TN) < 130:
                 y_TN[-1] += 1e-6 * y_TN[0]
 
         def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: Any) -> None:
             inner.add_embedding(y_TH, token_T, batch)
-            if len(y_TH) > 16:
+            if 16 < len(y_TH) < 130:
                 y_TH[-1] += 1e-6 * y_TH[0]
 
         def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: Any) -> None:

@@ -25,7 +25,7 @@ from loraplex_platform.worker.sweeper import SWEEPER, Sweeper
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from tests.support.metering import add_customer, reservation, rows_of, run_sql, settlement
-from tests.support.postgres import database_settings
+from tests.support.postgres import database_settings, serving_url
 
 if TYPE_CHECKING:
     from tests.support.postgres import PostgresServer
@@ -363,7 +363,7 @@ def test_the_books_add_up_after_any_sequence_of_events(
     postgres_server: PostgresServer, examples: int
 ) -> None:
     with postgres_server.borrow() as url:
-        Fleet.sessions_url = url
+        Fleet.sessions_url = serving_url(url)
         run_state_machine_as_test(
             Fleet, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None)
         )
