@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from loraplex_engine.client import EngineLostError
 from loraplex_platform.errors import EngineUnavailableError
 
-from tests.platform.gateway.stand import BASE, Stand, eventually
+from tests.platform.gateway.stand import BASE, Stand, announce, eventually
 from tests.support.fake_engine import Script
 from tests.support.postgres import PostgresServer
 
@@ -40,6 +41,8 @@ async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
     _shared_stand.engine.script = Script()
     _shared_stand.engine.script_for = None
     _shared_stand.engine.received.clear()
+    # Another test may have emptied its Redis, or announced a replica of the same name there.
+    announce(_shared_stand.redis_url, _shared_stand.engine)
     # Its loop stood still while tests on other loops ran: the gateway may have to connect again.
     await _answering(_shared_stand)
     yield _shared_stand
@@ -48,8 +51,13 @@ async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def own_stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncIterator[Stand]:
+async def own_stand(
+    db_url: str, _redis_server_url: str, short_tmp_path: Path
+) -> AsyncIterator[Stand]:
     """A stand that the test may break; it calls `check_books` itself."""
+    redis_url = f"{_redis_server_url}?db=1"  # the shared stand's gateway looks into the first
+    async with redis.asyncio.from_url(redis_url) as client:
+        await client.flushdb()
     async with Stand.open(db_url, redis_url, short_tmp_path) as stand:
         yield stand
 
