@@ -70,7 +70,7 @@ def measure_masks(model_dir: Path, grammars: Sequence[Grammar]) -> None:
         _timed(tried, worker.try_grammar, grammar)
         native = _timed(built, native_matcher, tokenizer, grammar)
         template = LlMatcher(native, vocab_size)
-        _timed(first, template.warm_up)
+        _timed(first, template.masks_for)
         matcher = _timed(forks, template.fork)
         choice = random.Random(number)
         for _ in range(_MAX_TOKENS):
