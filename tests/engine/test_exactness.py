@@ -17,31 +17,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 from loraplex_engine.artifact import AdapterStore, ModelShape
-from loraplex_engine.attention.setup import open_attention
-from loraplex_engine.config import EngineConfig
-from loraplex_engine.core import EngineCore, build_core
-from loraplex_engine.kv.setup import open_prefix_cache
-from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.core import EngineCore
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
-from loraplex_engine.runner import ModelRunner, build_runner, load_model
+from loraplex_engine.runner import ModelRunner
 from loraplex_engine.sampling import filters as filters_module
 from loraplex_engine.sampling.sampler import GumbelSurvivors
-from loraplex_engine.speculative import Ask, Proposer
+from loraplex_engine.speculative import Ask
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter, native_cache_dir
 from tests.support.choice_outcomes import collect_choices
 from tests.support.engine_fakes import make_request
+from tests.support.model_stand import ModelStand
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 VOCAB = TinyShape().vocab_size
-EOS = 2
 DEADLINE_S = 200.0
 
 GREEDY = SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -100,80 +95,26 @@ Answer = dict[int, tuple[list[int], list[Any], str]]  # by choice
 
 @dataclass(frozen=True)
 class Stand:
-    """A model, its adapters, and what computes them."""
+    """A model, its adapters by name, and the cases that run on it."""
 
-    folder: Path
+    engines: ModelStand
     digests: dict[str, str]
-    backend: Literal["native", "torch"]
-    dtype: Literal["float32", "bfloat16"]
-    kernels: Path
-    opened: list[Lora] = field(default_factory=list)
-    vocab_size: int = VOCAB
     cases: dict[str, tuple[SamplingParams, str | None, int]] = field(default_factory=lambda: CASES)
 
-    def core(
-        self,
-        *,
-        proposer: Proposer | None = None,
-        churn: bool = False,
-        survivors: GumbelSurvivors | None = None,
-        **settings: Any,
-    ) -> EngineCore:
-        plain: dict[str, Any] = {"speculative": "off", "prefix_cache": False, "num_blocks": 192}
-        config = EngineConfig(
-            model_dir=self.folder / "model",
-            base_model="tiny",
-            max_model_len=160,
-            num_threads=1,
-            dtype=self.dtype,
-            **plain | settings,
-        )
-        model, sizes = load_model(config)
-        lora = open_lora(
-            store_url=f"file://{self.folder}/store",
-            shape=ModelShape.from_config_json(config.model_dir / "config.json"),
-            cache_dir=self.kernels,
-            max_loras=max(1, len(self.digests)),
-            max_cpu_loras=max(1, len(self.digests)),
-            backend=self.backend,
-        )
-        self.opened.append(lora)
-        attention = open_attention(
-            model.attention_shape,
-            num_blocks=sizes.num_blocks,
-            block_size=config.block_size,
-            cache_dir=self.kernels,
-            num_threads=torch.get_num_threads(),
-            backend=self.backend,
-        )
-        runner = build_runner(
-            config,
-            model,
-            sizes,
-            attention=attention,
-            lora=lora.backend,
-            slots=lora.pool,
-            survivors=survivors,
-        )
-        assert model.config.num_token_ids == self.vocab_size
+    @property
+    def vocab_size(self) -> int:
+        return self.engines.vocab_size
+
+    def core(self, *, churn: bool = False, **settings: Any) -> EngineCore:
+        plain: dict[str, Any] = {
+            "max_model_len": 160,
+            "speculative": "off",
+            "prefix_cache": False,
+            "num_blocks": 192,
+        }
         if churn:
-            _poison(runner)
-        return build_core(
-            config,
-            sizes,
-            runner,
-            lora.pool,
-            vocab_size=self.vocab_size,
-            eos_token_ids=frozenset({EOS}),
-            prefix_cache=open_prefix_cache(
-                config,
-                sizes,
-                model_fingerprint="tiny",
-                kv_format="test",
-                vocab_size=self.vocab_size,
-            ),
-            proposer=proposer,
-        )
+            plain["prepare"] = _poison
+        return self.engines.core(**plain | settings)
 
     def requests(self, suffix: str = "") -> list[Generate]:
         """One per case, prompts of their own."""
@@ -276,14 +217,15 @@ def digests(folder: Path) -> dict[str, str]:
     ids="-".join,
 )
 def stand(request: pytest.FixtureRequest, folder: Path, digests: dict[str, str]) -> Iterator[Stand]:
-    made = Stand(folder, digests, *request.param, native_cache_dir(request.config))
+    backend, dtype = request.param
+    kernels = native_cache_dir(request.config)
+    made = Stand(ModelStand(folder, len(digests), backend, dtype, kernels, VOCAB), digests)
     try:
         made.core(num_blocks=10)
     except NativeBuildError as error:
         pytest.skip(f"no C compiler here: {error}")
     yield made
-    for lora in made.opened:
-        lora.pool.close()
+    made.engines.close()
 
 
 @pytest.fixture(scope="module")
@@ -451,9 +393,8 @@ def test_draws_from_many_ids(
         survivors = CountingSurvivors(GumbelSurvivors(kernels))
     except NativeBuildError as error:
         pytest.skip(f"no C compiler here: {error}")
-    stand = Stand(
-        tmp_path, {}, "native", "float32", kernels, vocab_size=WIDE_TOKENS, cases=WIDE_CASES
-    )
+    engines = ModelStand(tmp_path, 1, "native", "float32", kernels, WIDE_TOKENS)
+    stand = Stand(engines, {}, WIDE_CASES)
     asked: list[int] = []
     most_likely = filters_module.most_likely
 
@@ -476,7 +417,7 @@ def test_draws_from_many_ids(
         max_num_batched_tokens=29,
         speculative="ngram",
         proposer=oracle(stand, alone),
-        survivors=survivors,  # type: ignore[arg-type]  # called alike
+        survivors=survivors,
     )
     check(run(core, [*stand.neighbours(6), *stand.requests("#1")]), alone)
     check(run(core, stand.requests("#2")), alone)
@@ -488,8 +429,7 @@ def test_draws_from_many_ids(
     assert max(asked) > filters_module._NUCLEUS_GUESS
     assert stats.prefix_cache_hit_tokens_total > 0
     assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
-    for lora in stand.opened:
-        lora.pool.close()
+    engines.close()
 
 
 def oracle(stand: Stand, alone: dict[str, Answer]) -> LyingOracle:

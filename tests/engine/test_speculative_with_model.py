@@ -12,97 +12,38 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 from loraplex_engine.artifact import AdapterStore, ModelShape
-from loraplex_engine.attention.setup import open_attention
-from loraplex_engine.config import EngineConfig
-from loraplex_engine.core import EngineCore, build_core
-from loraplex_engine.kv.setup import open_prefix_cache
-from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.core import EngineCore
 from loraplex_engine.protocol import Generate, Grammar, TokenEvent, TokenLogprobs
-from loraplex_engine.runner import build_runner, load_model
-from loraplex_engine.speculative import Ask, Proposer
+from loraplex_engine.speculative import Ask
 from loraplex_engine.step import UInt32Array
-from loraplex_engine.structured.compiler import GrammarSource
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
 from tests.support.engine_fakes import collect_outcomes, make_request
+from tests.support.model_stand import ModelStand
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 Output = tuple[list[int], list[TokenLogprobs], str | None]
-Backend = Literal["native", "torch"]
 
 VOCAB = TinyShape().vocab_size
-EOS = 2
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Stand:
-    """A model folder, a store with adapters, and what computes them."""
+    """A model with adapters, and what computes them."""
 
-    folder: Path
+    engines: ModelStand
     digests: tuple[str, ...]
-    backend: Backend
-    dtype: Literal["float32", "bfloat16"]
-    kernels: Path
-    opened: list[Lora]
 
-    def core(
-        self,
-        *,
-        proposer: Proposer | None = None,
-        grammars: GrammarSource | None = None,
-        **settings: Any,
-    ) -> EngineCore:
-        config = EngineConfig(
-            model_dir=self.folder / "model",
-            base_model="tiny",
-            max_model_len=128,
-            num_threads=1,
-            dtype=self.dtype,
-            **settings,
-        )
-        model, sizes = load_model(config)
-        lora = open_lora(
-            store_url=f"file://{self.folder}/store",
-            shape=ModelShape.from_config_json(config.model_dir / "config.json"),
-            cache_dir=self.kernels,
-            max_loras=len(self.digests),
-            max_cpu_loras=len(self.digests),
-            backend=self.backend,
-        )
-        self.opened.append(lora)
-        attention = open_attention(
-            model.attention_shape,
-            num_blocks=sizes.num_blocks,
-            block_size=config.block_size,
-            cache_dir=self.kernels,
-            num_threads=torch.get_num_threads(),
-            backend=self.backend,
-        )
-        runner = build_runner(
-            config, model, sizes, attention=attention, lora=lora.backend, slots=lora.pool
-        )
-        return build_core(
-            config,
-            sizes,
-            runner,
-            lora.pool,
-            vocab_size=VOCAB,
-            eos_token_ids=frozenset({EOS}),
-            prefix_cache=open_prefix_cache(
-                config, sizes, model_fingerprint="tiny", kv_format="test", vocab_size=VOCAB
-            ),
-            proposer=proposer,
-            grammars=grammars,
-        )
+    def core(self, **settings: Any) -> EngineCore:
+        return self.engines.core(max_model_len=128, **settings)
 
 
 @dataclass
@@ -209,14 +150,15 @@ on_two_stands = pytest.mark.parametrize("stand", STANDS[:2], ids="-".join, indir
 def stand(
     request: pytest.FixtureRequest, folder: Path, digests: tuple[str, ...]
 ) -> Iterator[Stand]:
-    made = Stand(folder, digests, *request.param, native_cache_dir(request.config), [])
+    backend, dtype = request.param
+    kernels = native_cache_dir(request.config)
+    made = Stand(ModelStand(folder, len(digests), backend, dtype, kernels, VOCAB), digests)
     try:
         made.core(num_blocks=8)
     except NativeBuildError as error:
         pytest.skip(f"no C compiler here: {error}")
     yield made
-    for lora in made.opened:
-        lora.pool.close()
+    made.engines.close()
 
 
 def run(core: EngineCore, requests: list[Generate]) -> dict[str, Output]:
