@@ -172,7 +172,7 @@ def test_200_adapters_over_8_slots(tmp_path: Path, pytestconfig: pytest.Config) 
         gc.collect()
         before = process.memory_info().rss
 
-        soak.run(2400)
+        soak.run(4400)
 
         gc.collect()
         grown = process.memory_info().rss - before
