@@ -49,7 +49,9 @@ class FakeBackend:
         self.heads: list[list[int]] = []  # slots
         self._adapts_head = adapts_head
 
-    def prepare(self, slot_T: Int32Array, pool_version: int) -> Int32Array | None:
+    def prepare(
+        self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
+    ) -> Int32Array | None:
         self.prepared.append((slot_T.tolist(), pool_version))
         return slot_T if (slot_T >= 0).any() else None
 
