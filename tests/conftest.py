@@ -1,7 +1,11 @@
-"""Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets."""
+"""Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets.
+
+Without an NVIDIA device Triton kernels run interpreted, in numpy. Triton reads this when it is first imported.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import PostgresServer
 
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # These share a set-up that takes long, or a machine's patience: each runs on one worker.
 _GROUPS = ("e2e", "chaos", "admin_ui", "platform/gateway")

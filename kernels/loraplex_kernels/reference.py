@@ -85,3 +85,18 @@ def _check_slots(slot_T: Tensor, *, num_tokens: int, num_slots: int) -> None:
         raise ValueError(f"slot is {slot_T.shape} {slot_T.dtype}, not ({num_tokens},) int32")
     if num_tokens and not -1 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots:
         raise ValueError(f"slots must lie in [-1, {num_slots})")
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; rounded before and after the multiplication by the weight.
+
+    Shapes: T rows, H width.
+    Args:
+        x_TH: (T, H) bf16, fp16 or fp32.   weight_H: (H,), dtype of x.
+    Returns:
+        (T, H), dtype of x.
+    Source: Zhang and Sennrich, arXiv 1910.07467; rounding as in transformers' LlamaRMSNorm.
+    """
+    x = x_TH.double()
+    normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (normed.to(x_TH.dtype).double() * weight_H.double()).to(x_TH.dtype)
