@@ -12,7 +12,7 @@ vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -56,6 +56,14 @@ class LoraBackend(Protocol):
         """
         ...
 
+    def prepare_head(self, slot_R: Int32Array, pool_version: int) -> LoraBatch | None:
+        """`prepare` for the rows that sample, where they are not the step's rows in the step's order.
+
+        The batch goes to `add_head` and leaves that of the step as it is. Where every row of the step
+        samples, in order, the step's own batch serves `add_head` just as well.
+        """
+        ...
+
     def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
         """Add the deltas of (layer, site) to `y_TN` in place.
 
@@ -85,5 +93,34 @@ class LoraBackend(Protocol):
             y_RV: logits, model dtype, contiguous; V may end before the vocabulary's padding ids.
             x_RH: the head's input, model dtype, contiguous.
             batch: of these R rows.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturableLora(LoraBackend, Protocol):
+    """A backend whose launches may be recorded once and replayed for other steps.
+
+    What is launched depends on three things only: the step's number of rows (padding counted), its active
+    bucket, and whether `add_head` is called. Rows, slots and weights lie at fixed device addresses.
+    """
+
+    @property
+    def active_buckets(self) -> tuple[int, ...]:
+        """What `active_bucket` may say, ascending: 1, 2, 4, ..., the number of slots."""
+        ...
+
+    def active_bucket(self, batch: LoraBatch) -> int:
+        """The batch's number of distinct adapters, rounded up to a bucket."""
+        ...
+
+    def capture_batch(self, num_tokens: int, active_bucket: int) -> LoraBatch:
+        """A batch that stands for every step of `num_tokens` rows and this bucket, while recording.
+
+        It launches for every site, whatever adapters target, and has no row with an adapter: what runs
+        while recording changes nothing. Replaced by the next `prepare`.
+
+        Raises:
+            ValueError: more rows than a decoding step has, or no such bucket.
         """
         ...
