@@ -18,12 +18,25 @@ DType = Literal["auto", "bfloat16", "float32"]
 PolicyName = Literal["fair", "priority", "fcfs"]
 Admission = Literal["optimistic", "reserve"]
 Speculative = Literal["off", "auto", "ngram"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+BackendName = Literal["auto", "torch", "native", "triton"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 MAX_BLOCK_SIZE = 512
 MAX_LORA_RANK = 512
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_SPECULATIVE_TOKENS = 64
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": get_args(DType),
+    "device": get_args(DeviceName),
+    "attention_backend": get_args(BackendName),
+    "lora_backend": get_args(BackendName),
+    "policy": get_args(PolicyName),
+    "admission": get_args(Admission),
+    "speculative": get_args(Speculative),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +50,22 @@ class EngineConfig:
 
     model_dir: Path  # Hugging Face folder of the base model
     base_model: str  # its public name
-    dtype: DType = "auto"  # auto: bfloat16 where the CPU computes it fast, else float32
+    dtype: DType = "auto"  # auto: bfloat16 where the device computes it fast, else float32
+    device: DeviceName = "auto"  # auto: the first GPU that torch sees, else the CPU
+    # auto: triton on a GPU; on a CPU native, and torch where that does not compile. Triton on a CPU is
+    # Triton's interpreter, for tests.
+    attention_backend: BackendName = "auto"
+    lora_backend: BackendName = "auto"
+    # On a GPU: take the launch plans under which a row's bits do not depend on its neighbours, at some
+    # cost in speed. On a CPU they never do.
+    batch_invariant: bool = False
+    cuda_graphs: bool = True  # on a GPU: decode by replaying recorded launches
+    # Of a GPU's memory, what the engine may take in all; None: 0.9, unless the KV cache's size is given.
+    gpu_memory_utilization: float | None = None
     block_size: int = 16
     num_blocks: int | None = None  # None: from kv_memory_bytes
-    kv_memory_bytes: int | None = None  # None: 512 MiB, or one whole context where that is more
+    # None: on a CPU 512 MiB, or one whole context where that is more; on a GPU what the rest leaves.
+    kv_memory_bytes: int | None = None
     max_model_len: int | None = None  # None: what the model and the KV cache hold
     max_num_batched_tokens: int = 512  # computed per step, over all rows
     max_num_seqs: int = 64  # rows
@@ -80,18 +105,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.base_model:
             raise ConfigError("base_model is empty: give the name that clients will use")
-        if self.dtype not in get_args(DType):
-            choices = ", ".join(get_args(DType))
-            raise ConfigError(f"dtype is {self.dtype!r}: choose one of {choices}")
-        if self.policy not in get_args(PolicyName):
-            choices = ", ".join(get_args(PolicyName))
-            raise ConfigError(f"policy is {self.policy!r}: choose one of {choices}")
-        if self.admission not in get_args(Admission):
-            choices = ", ".join(get_args(Admission))
-            raise ConfigError(f"admission is {self.admission!r}: choose one of {choices}")
-        if self.speculative not in get_args(Speculative):
-            choices = ", ".join(get_args(Speculative))
-            raise ConfigError(f"speculative is {self.speculative!r}: choose one of {choices}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                choices = ", ".join(known)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: choose one of {choices}")
         for name in (
             "block_size",
             "max_num_batched_tokens",
@@ -128,6 +145,7 @@ class EngineConfig:
             raise ConfigError(
                 "num_blocks and kv_memory_bytes both set the KV cache's size: give one"
             )
+        _check_device(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             # Fewer tokens than rows would leave the last rows without a token for as long as it lasts.
             raise ConfigError(
@@ -245,6 +263,31 @@ class EngineSizes:
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of keys and values that one token leaves in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes
+
+
+def _check_device(config: EngineConfig) -> None:
+    for name in ("attention_backend", "lora_backend"):
+        backend = getattr(config, name)
+        if config.device == "cuda" and backend in ("torch", "native"):
+            raise ConfigError(
+                f"{name} is {backend!r}, which computes on a CPU, but device is 'cuda': use triton"
+            )
+    share = config.gpu_memory_utilization
+    if share is None:
+        return
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(
+            f"gpu_memory_utilization is {share}: use a share above 0 and up to 1, such as 0.9"
+        )
+    if config.device == "cpu":
+        raise ConfigError(
+            "gpu_memory_utilization is given, but device is 'cpu': leave it out, or use kv_memory_bytes"
+        )
+    if config.num_blocks is not None or config.kv_memory_bytes is not None:
+        given = "num_blocks" if config.num_blocks is not None else "kv_memory_bytes"
+        raise ConfigError(
+            f"gpu_memory_utilization and {given} both set the KV cache's size: give one"
+        )
 
 
 def _check_pins(config: EngineConfig) -> None:

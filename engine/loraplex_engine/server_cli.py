@@ -15,7 +15,14 @@ from typing import Any, get_args
 
 import structlog
 
-from loraplex_engine.config import Admission, EngineConfig, PolicyName
+from loraplex_engine.config import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    Admission,
+    BackendName,
+    DeviceName,
+    EngineConfig,
+    PolicyName,
+)
 from loraplex_engine.errors import EngineError
 from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
 from loraplex_engine.step_loop import Engine
@@ -57,7 +64,7 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         if variable in environ:
             how.pop("required", None)
             value = environ[variable]
-            is_switch = how.get("action") == "store_true"
+            is_switch = how.get("action") in ("store_true", argparse.BooleanOptionalAction)
             how["default"] = value.lower() in ("1", "true", "yes", "on") if is_switch else value
         group.add_argument(name, help=text, **how)
 
@@ -67,12 +74,57 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(
         model,
         "--dtype",
-        "auto: bfloat16 where this CPU computes it fast, else float32.",
+        "auto: bfloat16 where the device computes it fast, else float32.",
         default="auto",
         choices=("auto", "bfloat16", "float32"),
     )
     flag(model, "--max-model-len", "Longest prompt plus output, in tokens.", type=int)
     flag(model, "--image", "Digest of the container image; part of the fingerprint.", default="")
+
+    device = parser.add_argument_group("device")
+    flag(
+        device,
+        "--device",
+        "auto: the first GPU that torch sees, else the CPU.",
+        default="auto",
+        choices=get_args(DeviceName),
+    )
+    flag(
+        device,
+        "--attention-backend",
+        "auto: triton on a GPU; on a CPU native, or torch where that does not compile.",
+        default="auto",
+        choices=get_args(BackendName),
+    )
+    flag(
+        device,
+        "--lora-backend",
+        "The same for adapters.",
+        default="auto",
+        choices=get_args(BackendName),
+    )
+    flag(
+        device,
+        "--batch-invariant",
+        "On a GPU: a row's bits do not depend on its neighbours, at some cost in speed; on a CPU they"
+        " never do.",
+        action="store_true",
+    )
+    flag(
+        device,
+        "--cuda-graphs",
+        "On a GPU: decode by replaying recorded launches; start-up takes longer.",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+    )
+    flag(
+        device,
+        "--gpu-memory-utilization",
+        "Of the GPU's memory, what the engine may take in all, 0 to 1; by default"
+        f" {DEFAULT_GPU_MEMORY_UTILIZATION}. What weights, adapters, graphs and a step leave of it is the"
+        " KV cache's, unless that one's size is given.",
+        type=float,
+    )
 
     wire = parser.add_argument_group("gateways")
     flag(
@@ -319,6 +371,12 @@ def read_options(
         model_dir=values.model_dir,
         base_model=values.base_model,
         dtype=values.dtype,
+        device=values.device,
+        attention_backend=values.attention_backend,
+        lora_backend=values.lora_backend,
+        batch_invariant=values.batch_invariant,
+        cuda_graphs=values.cuda_graphs,
+        gpu_memory_utilization=values.gpu_memory_utilization,
         block_size=values.block_size,
         num_blocks=values.num_blocks,
         kv_memory_bytes=values.kv_memory_bytes,

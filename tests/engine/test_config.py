@@ -44,6 +44,22 @@ def config(**settings: Any) -> EngineConfig:
         ({"num_threads": 0}, "num_threads is 0"),
         ({"kv_watermark": 0.9}, "kv_watermark is 0.9: use a share between 0 and 0.5"),
         ({"kv_watermark": float("nan")}, "kv_watermark is nan"),
+        ({"device": "rocm"}, "device is 'rocm': choose one of auto, cpu, cuda"),
+        ({"lora_backend": "c"}, "lora_backend is 'c': choose one of auto, torch, native, triton"),
+        (
+            {"device": "cuda", "attention_backend": "native"},
+            "attention_backend is 'native', which computes on a CPU, but device is 'cuda': use triton",
+        ),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0: use a share above 0"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization is nan"),
+        (
+            {"gpu_memory_utilization": 0.8, "device": "cpu"},
+            "gpu_memory_utilization is given, but device is 'cpu': leave it out",
+        ),
+        (
+            {"gpu_memory_utilization": 0.8, "kv_memory_bytes": 1 << 30},
+            "gpu_memory_utilization and kv_memory_bytes both set the KV cache's size: give one",
+        ),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(settings: dict[str, Any], message: str) -> None:
