@@ -129,10 +129,6 @@ class TorchLora:
         """See `LoraBackend.prepare`."""
         return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
 
-    def prepare_head(self, slot_R: Int32Array, pool_version: int) -> LoraBatch | None:
-        """See `LoraBackend.prepare_head`: a batch owns its memory here, so it is like any other."""
-        return self.prepare(slot_R, pool_version)
-
     def _make_batch(self, slot_T: Int32Array) -> _TorchBatch | None:
         groups = Groups.of(slot_T)
         if groups is None:
@@ -245,10 +241,6 @@ class NativeLora:
     ) -> LoraBatch | None:
         """See `LoraBackend.prepare`."""
         return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
-
-    def prepare_head(self, slot_R: Int32Array, pool_version: int) -> LoraBatch | None:
-        """See `LoraBackend.prepare_head`: a batch owns its memory here, so it is like any other."""
-        return self.prepare(slot_R, pool_version)
 
     def _make_batch(self, slot_T: Int32Array) -> _NativeBatch | None:
         groups = Groups.of(slot_T)

@@ -47,20 +47,13 @@ class LoraBackend(Protocol):
 
         A step has up to two batches, of all its tokens and, for `add_head`, of the rows that sample. Both
         are prepared before either is used, each at most once: what a device backend sends up for the one
-        must not overwrite the other's.
+        must not overwrite the other's. Where every row of the step samples, in order, the step's own batch
+        serves `add_head` just as well.
 
         Args:
             slot_T: per token of the step, in the order of the model's rows; -1: base.
             pool_version: of the slot table whose weights the step must see.
             of_head: the batch is for `add_head`, else for `add` and `add_embedding`.
-        """
-        ...
-
-    def prepare_head(self, slot_R: Int32Array, pool_version: int) -> LoraBatch | None:
-        """`prepare` for the rows that sample, where they are not the step's rows in the step's order.
-
-        The batch goes to `add_head` and leaves that of the step as it is. Where every row of the step
-        samples, in order, the step's own batch serves `add_head` just as well.
         """
         ...
 
