@@ -244,10 +244,12 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._give_back(request)
+            self._kv.leave(request)
         else:
             self._waiting.remove(request)
             self.meter.leave(request)
         request.status = RequestStatus.FINISHED
+        self._kv.note_choice(request)
         if self._drafter is not None:
             self._drafter.forget(request)
 
@@ -477,13 +479,16 @@ class Scheduler:
         # With nobody running no step is held up; and somebody is to run.
         if self._running and self._kv.lookup_work >= batch.most_lookup_work:
             return _Verdict.NO_ROOM
-        hit = self._kv.lookup(request, partial(self._may_wait_for, request))
-        request.num_computed_tokens = hit.num_tokens
-        request.blocked_on = self._prefill_block_reason(batch, request, budget, hit)
-        if request.blocked_on is not None:
-            return _Verdict.SKIPPED
-        if not self._has_room(request, hit):
-            return _Verdict.NO_ROOM
+        while True:
+            hit = self._kv.lookup(request, partial(self._may_wait_for, request))
+            request.num_computed_tokens = hit.num_tokens
+            request.blocked_on = self._prefill_block_reason(batch, request, budget, hit)
+            if request.blocked_on is not None:
+                return _Verdict.SKIPPED
+            if self._has_room(request, hit):
+                break
+            if not self._kv.drop_left():
+                return _Verdict.NO_ROOM
         if request.adapter_digest is not None and request.adapter_slot == BASE_SLOT:
             verdict = self._take_lease(batch, request)
             if verdict is not None:
@@ -683,6 +688,7 @@ class Scheduler:
         last = self._running.pop()
         assert last is request, "only the last in line is preempted"
         self._give_back(request)
+        self._kv.free(request.seq)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -703,8 +709,8 @@ class Scheduler:
         batch.ended.append((request, ending))
 
     def _give_back(self, request: Request) -> None:
+        """All but its blocks, which go last."""
         self._waiting.leave(request)
-        self._kv.free(request.seq)
         heappush(self._free_rows, request.row)
         self._freed_rows.append(request.row)
         request.row = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from loraplex_engine.config import Admission
 from loraplex_engine.errors import AdapterUnavailableError
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
@@ -156,6 +157,139 @@ def test_each_choice_holds_a_lease_and_gives_it_back() -> None:
 
     engine.assert_idle()
     assert engine.adapters.num_leased == engine.adapters.num_released == 3
+
+
+# ------------------------------------------------------------------ a prompt that is left behind
+
+
+def computed(engine: FakeEngine) -> list[int]:
+    """Tokens computed, by step."""
+    return [step.num_tokens for step in engine.runner.steps]
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_choices_that_end_with_their_first_token_share_the_prompt(has_prefix_cache: bool) -> None:
+    """The first one is gone before the others could have begun: they still compute nothing anew."""
+    engine = make_engine(has_prefix_cache=has_prefix_cache, max_num_seqs=8)
+    request = make_request(prompt=PROMPT, n=5, max_tokens=1)
+
+    choices = run(engine, request)["r0"]
+
+    assert said(choices) == solo_choices(request)
+    assert computed(engine) == [10, 4], "all others in one step, a token each"
+    assert choices.usage == Usage(prompt_tokens=10, completion_tokens=5)
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_choices_that_run_one_after_the_other_share_the_prompt(has_prefix_cache: bool) -> None:
+    engine = make_engine(has_prefix_cache=has_prefix_cache, max_num_seqs=1)
+    request = make_request(prompt=PROMPT, n=4, max_tokens=12)
+
+    engine.core.add(request)
+    events, most_held = [], 0
+    while engine.core.has_work():
+        events += engine.core.step()
+        engine.core.check()
+        most_held = max(most_held, engine.pool.num_blocks - engine.pool.num_free)
+
+    assert said(collect_choices(events)["r0"]) == solo_choices(request)
+    assert sum(computed(engine)) == 10 + 3 + 4 * 11
+    # After a step that ends nobody: 20 tokens of one choice, and the block of the prompt that each copies;
+    # not what the first one said.
+    assert most_held == 5 + 1
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_a_prompt_is_left_for_as_long_as_choices_wait_for_it(has_prefix_cache: bool) -> None:
+    engine = make_engine(has_prefix_cache=has_prefix_cache, max_num_seqs=2)
+    engine.core.add(make_request("other", [50] * 3, max_tokens=60))
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=1))
+    left = []
+    while engine.core.stats().requests_finished_total["length"] == 0:
+        engine.core.step()
+        engine.core.check()
+        left.append(engine.kv.num_left)
+
+    assert left == [1, 1, 0]
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("admission", ["optimistic", "reserve"])
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_whoever_needs_the_room_takes_what_was_left(
+    has_prefix_cache: bool, admission: Admission
+) -> None:
+    """Three blocks hold one choice's tokens and nothing else, so each computes the prompt itself."""
+    engine = make_engine(
+        num_blocks=3, max_model_len=12, has_prefix_cache=has_prefix_cache, admission=admission
+    )
+    request = make_request(prompt=PROMPT, n=3, max_tokens=2)
+
+    choices = run(engine, request)["r0"]
+
+    assert said(choices) == solo_choices(request)
+    assert engine.core.stats().num_preemptions_total == 0
+
+
+def test_a_running_request_takes_what_was_left_before_anybody_is_preempted() -> None:
+    engine = make_engine(num_blocks=10, max_num_seqs=2, max_model_len=40)
+    engine.core.add(make_request("grows", [50] * 4, max_tokens=36))
+    engine.adapters.hold("a")
+    engine.core.add(make_request(prompt=PROMPT, n=2, max_tokens=1, adapter="a"))
+    engine.core.step()
+    engine.adapters.finish_loading("a")
+    engine.core.step()
+    assert engine.kv.num_left == 1
+    engine.adapters.hold("a")  # the other choice cannot follow
+
+    events = [event for _ in range(33) for event in engine.core.step()]
+
+    assert engine.kv.num_left == 0
+    assert engine.core.stats().num_preemptions_total == 0
+    engine.adapters.finish_loading("a")
+    choices = collect_choices(events + engine.run())["r0"]
+    assert choices.usage.prompt_tokens == 10
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("how", [{}, {"as_stop": True}, {"is_platform_fault": True}])
+def test_an_abort_takes_what_was_left_along(how: dict[str, bool]) -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=1))
+    engine.core.step()
+    assert engine.kv.num_left == 1
+
+    engine.core.abort("r0", 0, **how)
+
+    assert engine.kv.num_left == 0
+    engine.core.drain_events()
+    engine.assert_idle()
+
+
+def test_the_last_that_waits_is_stopped_and_nothing_is_left() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.core.add(make_request(prompt=PROMPT, n=2, max_tokens=1))
+    engine.core.step()
+    assert engine.kv.num_left == 1
+
+    engine.core.abort("r0", 0, as_stop=True, index=1)
+
+    assert engine.kv.num_left == 0
+    engine.core.drain_events()
+    engine.assert_idle()
+
+
+def test_a_prompt_whose_logits_are_not_finite_is_left_to_nobody() -> None:
+    engine = make_engine()
+    engine.runner.poisoned_seeds.add(7)
+    engine.core.add(make_request(prompt=PROMPT, n=3, max_tokens=1))
+
+    engine.core.step()
+
+    assert engine.kv.num_left == 0
+    engine.assert_idle()
 
 
 # ------------------------------------------------------------------ aborts, errors, deadlines

@@ -21,13 +21,8 @@ from loraplex_engine.errors import (
 from loraplex_engine.policies import make_policy, max_charge
 from loraplex_engine.protocol import Generate, TokenEvent
 
-from tests.support.engine_fakes import (
-    collect_outcomes,
-    digest,
-    make_engine,
-    make_request,
-    solo_output,
-)
+from tests.support.choice_outcomes import collect_choices, solo_choices
+from tests.support.engine_fakes import digest, make_engine, make_request
 
 ADAPTERS = ("a", "b", "broken")
 WEIGHTS = {"x": 1.0, "y": 0.5, "z": 4.0}
@@ -110,6 +105,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         patience_s=st.none() | st.floats(0.0, 3.0),
         seed=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def add(
         self,
@@ -120,6 +116,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         priority: int,
         patience_s: float | None,
         seed: int,
+        n: int,
     ) -> None:
         name = f"r{len(self.requests)}"
         now_s = self.engine.clock.now_s
@@ -133,6 +130,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             priority=priority,
             deadline_unix_s=None if patience_s is None else now_s + patience_s,
             seed=seed,
+            n=n,
         )
         refusal: RequestRejectedError | None = None
         try:
@@ -147,7 +145,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         else:
             assert isinstance(refusal, QueueFullError)
             assert refusal.num_waiting == self.engine.scheduler.num_waiting
-            assert refusal.num_waiting >= (10 if self.is_fair else 12)
+            assert refusal.num_waiting + n >= (11 if self.is_fair else 13)
             assert refusal.retry_after_s
 
     @rule(count=st.integers(1, 8), seconds=st.sampled_from([0.0, 0.1, 1.0]))
@@ -212,22 +210,24 @@ class SchedulingMachine(RuleBasedStateMachine):
             engine.adapters.finish_loading(name)
         self.events += engine.run()
         engine.assert_idle()
-        outcomes = collect_outcomes(self.events)
+        outcomes = collect_choices(self.events)
         assert set(outcomes) == set(self.requests)
         for name, request in self.requests.items():
-            outcome, (tokens, reason) = outcomes[name], solo_output(request)
+            outcome, expected = outcomes[name], dict(enumerate(solo_choices(request)))
             terminal = outcome.terminal
             assert terminal is not None
-            assert outcome.token_ids == tokens[: len(outcome.token_ids)]
+            for index, token_ids in outcome.tokens.items():
+                assert token_ids == expected[index][0][: len(token_ids)]
             if name in self.aborted:
                 assert terminal.finish_reason == "abort"
             elif terminal.error_code == "deadline_exceeded":
                 assert request.deadline_unix_s is not None
-                assert not outcome.token_ids
+                assert not any(outcome.tokens.values())
             elif request.adapter_digest == digest("broken"):
                 assert terminal.error_code == "adapter_unavailable"
             else:
-                assert (outcome.token_ids, terminal.finish_reason) == (tokens, reason)
+                said = {i: (outcome.tokens[i], outcome.reasons[i]) for i in outcome.tokens}
+                assert said == expected
         if self.admission == "reserve":
             assert engine.core.stats().num_preemptions_total == 0
 

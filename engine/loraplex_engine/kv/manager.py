@@ -7,7 +7,9 @@ A request finds what it need not compute (`lookup`), takes its blocks (`admit`),
 written and is sound (`commit`): only then can others find a block. What it finds is
 * the longest run of its full blocks that the prefix cache knows, or
 * another choice of the same request that has computed their prompt: its full blocks are shared, and the
-  one that is partly filled is copied, since each choice goes on writing in it.
+  one that is partly filled is copied, since each choice goes on writing in it. A choice that ends before
+  others could begin leaves them its prompt's blocks, until the last of them has begun or somebody needs
+  the room (`leave`).
 The last known token is always computed, because its logits are what the next one is drawn from.
 
 What comes next may be what another request is computing. Who waits for that remembers what it waits for
@@ -85,6 +87,8 @@ class KvManager:
         self._pool = pool
         self._cache = cache
         self._tables: dict[int, _Table] = {}
+        # Of choices that have ended, the prompts' tables, by the first choice's key; oldest first.
+        self._left: dict[int, _Table] = {}
         # Least recently used first.
         self._chains: OrderedDict[_ChainKey, BlockChain] = OrderedDict()
         self.block_size = block_size
@@ -102,6 +106,11 @@ class KvManager:
     @property
     def num_tables(self) -> int:
         return len(self._tables)
+
+    @property
+    def num_left(self) -> int:
+        """Tables that ended choices have left to those of their request that wait."""
+        return len(self._left)
 
     @property
     def num_query_tokens(self) -> int:
@@ -132,6 +141,8 @@ class KvManager:
         missing = self.blocks_for(num_tokens) - (len(table.blocks) if table is not None else 0)
         if missing <= 0:
             return []
+        while missing > self._pool.num_free and self.drop_left():
+            pass
         if missing > self._pool.num_free:
             return None
         if table is None:
@@ -147,16 +158,72 @@ class KvManager:
             KeyError: there is no such table.
         """
         table = self._tables.pop(key)
-        if self._cache is None or table.chain is None:
-            self._pool.release(reversed(table.blocks))
+        self._stop_expecting(table, key)
+        self._release(table, 0)
+
+    def leave(self, request: Request) -> None:
+        """As `free`, of a choice that has ended; but the blocks of a prompt that it has computed stay for
+        choices of the request that wait, if no other one could give it to them.
+        """
+        table = self._tables[request.seq]
+        num_blocks = self.blocks_for(
+            request.num_prompt_tokens - 1
+        )  # the last token is computed anew
+        if (
+            not num_blocks
+            or table.num_written < request.num_prompt_tokens
+            or not _is_waited_for(request)
+            or self._source_for(request) is not None
+        ):
+            self.free(request.seq)
             return
-        for name in table.chain.names[table.num_settled : table.num_expected]:
-            self._cache.stop_expecting(name, key)
-        self._cache.note_unnamed(table.chain.owner, -table.num_unnamed)
-        for block in reversed(table.blocks):
+        del self._tables[request.seq]
+        self._stop_expecting(table, request.seq)
+        self._release(table, num_blocks)
+        table.num_written = request.num_prompt_tokens - 1
+        self._left[request.siblings[0].seq] = table
+
+    def note_choice(self, request: Request) -> None:
+        """A choice has begun or ended: what was left goes once nobody waits for it."""
+        if request.siblings and not _is_waited_for(request):
+            table = self._left.pop(request.siblings[0].seq, None)
+            if table is not None:
+                self._release(table, 0)
+
+    def drop_left(self) -> bool:
+        """Make room at the cost of the oldest that was left: it would be computed anew. False: there is
+        none. A `Hit` from before may be void.
+        """
+        if not self._left:
+            return False
+        self._release(self._left.pop(next(iter(self._left))), 0)
+        return True
+
+    def _stop_expecting(self, table: _Table, key: int) -> None:
+        if self._cache is not None and table.chain is not None:
+            for name in table.chain.names[table.num_settled : table.num_expected]:
+                self._cache.stop_expecting(name, key)
+            table.num_expected = table.num_settled
+
+    def _release(self, table: _Table, num_kept: int) -> None:
+        """Give up all but the first blocks of a table in which nobody writes any more, last block first."""
+        blocks = table.blocks[num_kept:]
+        del table.blocks[num_kept:]
+        table.num_settled = table.num_expected = min(table.num_settled, num_kept)
+        cache = self._cache
+        if cache is None or table.chain is None:
+            self._pool.release(reversed(blocks))
+            return
+        num_unnamed = table.num_unnamed
+        if num_kept:
+            # After the cache was emptied these may be more than are on the account.
+            num_unnamed = min(num_unnamed, sum(not cache.is_named(block) for block in blocks))
+        cache.note_unnamed(table.chain.owner, -num_unnamed)
+        table.num_unnamed -= num_unnamed
+        for block in reversed(blocks):
             self._pool.release((block,))
-            if self._cache.is_named(block) and self._pool.num_holders(block) == 0:
-                self._cache.note_idle(block)
+            if cache.is_named(block) and self._pool.num_holders(block) == 0:
+                cache.note_idle(block)
 
     # ------------------------------------------------------------------ sharing
 
@@ -188,12 +255,13 @@ class KvManager:
         hit = self._find_cached(request, may_wait_for)
         # Choices of one request: once a neighbour has the whole prompt, only its last token is left.
         if len(request.siblings) > 1 and hit.num_tokens < request.num_prompt_tokens - 1:
+            source = self._source_for(request)
+            if source is not None:
+                request.awaited = None
+                return self._fork_from(source, request.num_prompt_tokens - 1)
             for sibling in request.siblings:
                 if sibling is request or sibling.status is not RequestStatus.RUNNING:
                     continue
-                if self._tables[sibling.seq].num_written >= request.num_prompt_tokens:
-                    request.awaited = None
-                    return self._fork_from(sibling, request.num_prompt_tokens - 1)
                 request.awaited = sibling
                 hit = Hit(is_coming=True)
         return hit
@@ -239,6 +307,7 @@ class KvManager:
                 self._cache.num_query_tokens += request.num_prompt_tokens
                 self._cache.num_hit_tokens += request.num_cached_tokens
         request.was_admitted = True
+        self.note_choice(request)
         return table.blocks.copy(), copy
 
     def commit(self, request: Request, num_written: int) -> None:
@@ -330,8 +399,16 @@ class KvManager:
             self._chains.popitem(last=False)
         return chain
 
-    def _fork_from(self, sibling: Request, num_tokens: int) -> Hit:
-        table = self._tables[sibling.seq]
+    def _source_for(self, request: Request) -> _Table | None:
+        """A table of another choice of the request that has their whole prompt."""
+        for sibling in request.siblings:
+            if sibling is not request and sibling.status is RequestStatus.RUNNING:
+                table = self._tables[sibling.seq]
+                if table.num_written >= request.num_prompt_tokens:
+                    return table
+        return self._left.get(request.siblings[0].seq) if request.siblings else None
+
+    def _fork_from(self, table: _Table, num_tokens: int) -> Hit:
         num_full, rest = divmod(num_tokens, self.block_size)
         return Hit(
             num_tokens=num_tokens,
@@ -355,21 +432,22 @@ class KvManager:
         """Assert the pool's and the cache's invariants, and that they and the tables agree."""
         pool, cache = self._pool, self._cache
         pool.check()
-        held = Counter(block for table in self._tables.values() for block in table.blocks)
+        tables = [*self._tables.values(), *self._left.values()]
+        held = Counter(block for table in tables for block in table.blocks)
         for block in range(pool.num_blocks):
             holders = pool.num_holders(block)
             assert holders >= held[block], f"block {block}: {held[block]} tables, {holders} holders"
         if cache is None:
             return
         cache.check()
-        unnamed = sum(table.num_unnamed for table in self._tables.values())
+        unnamed = sum(table.num_unnamed for table in tables)
         assert unnamed == cache.num_unnamed, "a block is on nobody's account"
         promised = 0
         for block in range(pool.num_blocks):
             assert pool.is_kept(block) == cache.is_named(block), f"block {block}: named or kept"
             is_idle = cache.is_named(block) and pool.num_holders(block) == 0
             assert cache.is_idle(block) == is_idle, f"block {block}: idle or held"
-        for table in self._tables.values():
+        for table in tables:
             assert table.num_settled <= table.num_expected <= len(table.blocks)
             if table.chain is not None:
                 promised += table.num_expected - table.num_settled
@@ -378,3 +456,12 @@ class KvManager:
                     name = cache.name_of(block)
                     assert name in (None, *table.chain.names[index : index + 1]), "a stale name"
         assert promised == cache.num_expected, "a promise outlived its request"
+
+
+def _is_waited_for(request: Request) -> bool:
+    """Whether other choices of a request wait to run."""
+    return any(
+        sibling is not request
+        and sibling.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        for sibling in request.siblings
+    )
