@@ -49,12 +49,11 @@ class FakeBackend:
         self.heads: list[list[int]] = []  # slots
         self._adapts_head = adapts_head
 
-    def prepare(self, slot_T: Int32Array, pool_version: int) -> Int32Array | None:
+    def prepare(
+        self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
+    ) -> Int32Array | None:
         self.prepared.append((slot_T.tolist(), pool_version))
         return slot_T if (slot_T >= 0).any() else None
-
-    def prepare_head(self, slot_R: Int32Array, pool_version: int) -> Int32Array | None:
-        return slot_R if (slot_R >= 0).any() else None
 
     def add(
         self, y_TN: torch.Tensor, x_TK: torch.Tensor, layer: int, site: LoraSite, batch: Int32Array

@@ -123,7 +123,9 @@ class TorchLora:
         self._head_index = head_index(shape)
         self._prepared: _Prepared[_TorchBatch] = _Prepared()
 
-    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+    def prepare(
+        self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
+    ) -> LoraBatch | None:
         """See `LoraBackend.prepare`."""
         return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
 
@@ -234,7 +236,9 @@ class NativeLora:
         self._offset_addresses = [offsets.begins.ctypes.data for offsets in self._offsets]
         self._prepared: _Prepared[_NativeBatch] = _Prepared()
 
-    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+    def prepare(
+        self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
+    ) -> LoraBatch | None:
         """See `LoraBackend.prepare`."""
         return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
 

@@ -40,12 +40,20 @@ class LoraBackend(Protocol):
     bit for bit; rows without an adapter are not touched at all.
     """
 
-    def prepare(self, slot_T: Int32Array, pool_version: int) -> LoraBatch | None:
+    def prepare(
+        self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
+    ) -> LoraBatch | None:
         """Sort out once per step which token uses which slot; None: no token has an adapter.
+
+        A step has up to two batches, of all its tokens and, for `add_head`, of the rows that sample. Both
+        are prepared before either is used, each at most once: what a device backend sends up for the one
+        must not overwrite the other's. Where every row of the step samples, in order, the step's own batch
+        serves `add_head` just as well.
 
         Args:
             slot_T: per token of the step, in the order of the model's rows; -1: base.
             pool_version: of the slot table whose weights the step must see.
+            of_head: the batch is for `add_head`, else for `add` and `add_embedding`.
         """
         ...
 
