@@ -16,6 +16,7 @@ from loraplex_engine.kv.manager import KvManager
 from loraplex_engine.policies import Policy, ServiceGap, make_policy, max_charge
 from loraplex_engine.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from loraplex_engine.protocol import Generate, SamplingParams
+from loraplex_engine.request import BlockReason
 from loraplex_engine.scheduler import Scheduler, SchedulerLimits
 from loraplex_engine.step import Step, StepResult
 
@@ -124,7 +125,7 @@ class _NoAdapters:
     def is_loaded(self, digest: str) -> bool:
         raise AssertionError("no request has an adapter")
 
-    def lacks_slot(self, digest: str) -> bool:
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
         raise AssertionError("no request has an adapter")
 
     def release(self, digest: str, tenant_id: str = "") -> None:

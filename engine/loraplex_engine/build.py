@@ -26,6 +26,7 @@ from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
 from loraplex_engine.lora.trial import make_trial
 from loraplex_engine.protocol import EngineStats
+from loraplex_engine.request import BlockReason
 from loraplex_engine.row_rule import check_row_rule
 from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
@@ -54,9 +55,9 @@ class NoAdapters:
         """False: nothing is."""
         return False
 
-    def lacks_slot(self, digest: str) -> bool:
-        """False: nothing is loaded."""
-        return False
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
+        """Never called: `lease` raises."""
+        raise AssertionError("no lease was refused for now")
 
     def release(self, digest: str, tenant_id: str = "") -> None:
         """Never called: nothing is leased."""

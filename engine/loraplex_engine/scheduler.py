@@ -45,7 +45,11 @@ PASSED_SHARE = 16  # one token in so many
 # What a step spends on looking waiting requests up, before others wait for the next one: in names of
 # blocks, each of which takes about 10 us to make. The prompt that goes beyond is still looked up whole.
 LOOKUP_WORK = 512
-_ADAPTER_REASONS = (BlockReason.ADAPTER_LOADING, BlockReason.ADAPTER_SLOT)
+_ADAPTER_REASONS = (
+    BlockReason.ADAPTER_LOADING,
+    BlockReason.ADAPTER_SLOT,
+    BlockReason.ADAPTER_SHARE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,10 +592,9 @@ class Scheduler:
         assert digest is not None
         slot = self._adapters.lease(digest, tenant_id)
         if slot is None:
-            lacks_slot = self._adapters.lacks_slot(digest)
-            reason = BlockReason.ADAPTER_SLOT if lacks_slot else BlockReason.ADAPTER_LOADING
+            reason = self._adapters.why_refused(digest, tenant_id)
             batch.unavailable[digest, tenant_id] = reason
-            if lacks_slot and batch.draining is None:
+            if reason is BlockReason.ADAPTER_SLOT and batch.draining is None:
                 batch.draining = self._adapter_to_drain()
         return slot
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
+from loraplex_engine.request import BlockReason
 
 Int32Array = npt.NDArray[np.int32]
 UInt32Array = npt.NDArray[np.uint32]
@@ -137,8 +138,8 @@ class AdapterPool(Protocol):
         """Whether it is in host memory or a slot: whoever waits for it waits for a slot at most."""
         ...
 
-    def lacks_slot(self, digest: str) -> bool:
-        """Whether it is loaded, and `lease` gave None only because every slot is leased."""
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
+        """Why `lease` has just given this tenant None: ADAPTER_LOADING, ADAPTER_SLOT or ADAPTER_SHARE."""
         ...
 
     def release(self, digest: str, tenant_id: str = "") -> None:

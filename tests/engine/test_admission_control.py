@@ -11,7 +11,7 @@ from loraplex_engine.config import PolicyName
 from loraplex_engine.errors import InvalidRequestError, QueueFullError
 from loraplex_engine.policies import FairPolicy, FcfsPolicy, Policy, PriorityPolicy, make_policy
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
-from loraplex_engine.request import BlockReason, Request
+from loraplex_engine.request import BlockReason, Request, RequestStatus
 
 from tests.support.engine_fakes import (
     FakeEngine,
@@ -521,6 +521,23 @@ def test_a_blocked_request_says_why_and_how_often_it_was_skipped() -> None:
     engine.adapters.finish_loading("slow")
     engine.core.step()
     assert request.blocked_on is None
+
+
+def test_a_slot_refused_for_its_tenants_share_is_not_taken_for_a_load() -> None:
+    engine = make_engine(num_slots=2)
+    engine.adapters.beyond_share.add("noisy")
+    engine.core.add(make_request("noisy", adapter="a", tenant="noisy"))
+    engine.core.add(make_request("quiet", adapter="b", tenant="quiet", max_tokens=9))
+
+    for _ in range(3):
+        engine.core.step()
+
+    assert live(engine, "noisy").blocked_on is BlockReason.ADAPTER_SHARE
+    assert live(engine, "quiet").status is RequestStatus.RUNNING
+    assert engine.core.stats().skips_total == {"adapter_share": 3}
+    engine.adapters.beyond_share.clear()
+    engine.run()
+    engine.assert_idle()
 
 
 # ------------------------------------------------------------------ what is counted

@@ -16,6 +16,7 @@ from loraplex_engine.lora.disk_cache import PARTIAL_AGE_S, DiskCache
 from loraplex_engine.lora.load_queue import MAX_QUEUED, LoadQueue
 from loraplex_engine.lora.pool import ACTIVE_S, WANTED_GRACE_S, LoraPool
 from loraplex_engine.lora.shares import Capacity, Shares
+from loraplex_engine.request import BlockReason
 
 from tests.support.adapter_files import TINY_SHAPE, make_adapter
 from tests.support.lora_pools import Clock, DeferredLoaders, Packed
@@ -248,11 +249,12 @@ def test_one_tenant_does_not_keep_all_slots(make_world: MakeWorld) -> None:
     for digest in hot[:2]:
         assert world.lease("noisy", digest) is not None
     assert world.lease("quiet", cold) is None
-    assert world.pool.lacks_slot(cold)
+    assert world.pool.why_refused(cold, "quiet") is BlockReason.ADAPTER_SLOT
 
     world.pool.release(hot[0], "noisy")
     assert world.lease("noisy", hot[2]) is None, "the quiet one waits and holds less"
-    assert not world.pool.lacks_slot(hot[2]), "a slot is free: nothing is to be drained for this"
+    # A slot is free, so nothing is to be drained for this; and it is not loading either.
+    assert world.pool.why_refused(hot[2], "noisy") is BlockReason.ADAPTER_SHARE
     assert world.lease("quiet", cold) is not None
 
     # Neither holds less than the other now: who asks first gets what becomes free.

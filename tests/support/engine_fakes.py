@@ -24,6 +24,7 @@ from loraplex_engine.kv.manager import KvManager
 from loraplex_engine.kv.prefix_cache import PrefixCache
 from loraplex_engine.policies import FcfsPolicy, Policy
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs
+from loraplex_engine.request import BlockReason
 from loraplex_engine.scheduler import Scheduler, SchedulerLimits
 from loraplex_engine.speculative import Drafter
 from loraplex_engine.step import NewRow, Step, StepResult, UInt32Array
@@ -118,6 +119,7 @@ class FakeAdapterPool:
     held_back: set[str] = field(default_factory=set)
     failures: dict[str, RequestRejectedError] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
+    beyond_share: set[str] = field(default_factory=set)  # tenants
     num_lease_calls: int = 0
     num_leased: int = 0
     num_released: int = 0
@@ -139,7 +141,7 @@ class FakeAdapterPool:
         if digest in self.failures:
             raise self.failures[digest]
         assert digest in self.wanted, "leased before it was prefetched"
-        if digest in self.held_back:
+        if digest in self.held_back or tenant_id in self.beyond_share:
             return None
         slot = self._slot(digest)
         if slot is not None:
@@ -150,8 +152,11 @@ class FakeAdapterPool:
     def is_loaded(self, digest: str) -> bool:
         return digest not in self.held_back and digest not in self.failures
 
-    def lacks_slot(self, digest: str) -> bool:
-        return digest not in self.held_back
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
+        if digest in self.held_back:
+            return BlockReason.ADAPTER_LOADING
+        is_beyond = tenant_id in self.beyond_share
+        return BlockReason.ADAPTER_SHARE if is_beyond else BlockReason.ADAPTER_SLOT
 
     def release(self, digest: str, tenant_id: str = "") -> None:
         assert self.leases.get(digest, 0) > 0, "released more often than leased"

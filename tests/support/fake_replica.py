@@ -21,6 +21,7 @@ from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.errors import AdapterUnavailableError
 from loraplex_engine.protocol import EngineStats
+from loraplex_engine.request import BlockReason
 from loraplex_engine.server import EngineServer
 from loraplex_engine.server_cli import read_options, set_up_logging
 from loraplex_engine.step import Step, StepResult
@@ -99,8 +100,8 @@ class FakeAdapters:
     def is_loaded(self, digest: str) -> bool:
         return True
 
-    def lacks_slot(self, digest: str) -> bool:
-        return False
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
+        raise AssertionError("a slot for everybody")
 
     def release(self, digest: str, tenant_id: str = "") -> None:
         self.num_leases -= 1

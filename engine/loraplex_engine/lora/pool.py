@@ -48,6 +48,7 @@ from loraplex_engine.errors import (
 from loraplex_engine.lora.disk_cache import DiskCache
 from loraplex_engine.lora.load_queue import LoadQueue
 from loraplex_engine.lora.shares import Capacity, Shares, fair_slots, split_slots
+from loraplex_engine.request import BlockReason
 
 log = structlog.get_logger(__name__)
 
@@ -260,10 +261,13 @@ class LoraPool(Generic[Packed]):
         self._take_results()
         return digest in self._host
 
-    def lacks_slot(self, digest: str) -> bool:
-        """Whether it is loaded, and `lease` gave None only because every slot is leased."""
+    def why_refused(self, digest: str, tenant_id: str = "") -> BlockReason:
+        """Why `lease` has just given this tenant None."""
         entry = self._host.get(digest)
-        return entry is not None and entry.slot is None and bool(entry.wants_slot)
+        if entry is None:
+            return BlockReason.ADAPTER_LOADING
+        is_wanted = tenant_id in entry.wants_slot
+        return BlockReason.ADAPTER_SLOT if is_wanted else BlockReason.ADAPTER_SHARE
 
     def release(self, digest: str, tenant_id: str = "") -> None:
         """Give one lease back."""
