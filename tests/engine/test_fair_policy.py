@@ -330,6 +330,40 @@ def test_many_at_once_are_queued_as_they_would_be_one_by_one() -> None:
     assert allowed == list(range(1, num_queued + 1))
 
 
+def test_a_push_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tenant that is new, one that came back, and one that waits: no queue, weight or time of theirs."""
+    stand = Stand()
+    stand.serve(stand.push("back"), num_output=5)
+    stand.push("waits")
+    stand.serve(stand.push("busy"), num_output=50)
+    before = {t: vars_of(stand, t) for t in ("back", "waits")}
+    stand.pass_time(5.0)
+
+    def fail(*args: object, **named: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(fair_module, "insort", fail)
+    for tenant in ("new", "back", "waits"):
+        with pytest.raises(MemoryError):
+            stand.push(tenant, weight=0.5)
+    monkeypatch.undo()
+
+    stand.policy.check([])
+    assert len(stand.policy) == 1
+    assert tenants(list(stand.policy.requests())) == ["waits"]
+    assert tenants(list(stand.policy.in_order())) == ["waits"]
+    assert {t: vars_of(stand, t) for t in before} == before
+    stand.push("new")
+    stand.push("back")
+    stand.policy.check([])
+    assert len(stand.policy) == 3
+
+
+def vars_of(stand: Stand, tenant: str) -> tuple[float, ...]:
+    account = stand.policy._classes[0].accounts[tenant]
+    return account.weight, account.counter, account.waits_since_unix_s, len(account.waiting)
+
+
 def test_the_bound_is_of_the_weights_of_who_is_there() -> None:
     stand = Stand()
     stand.policy = FairPolicy(AGING_S, most_charged=100.0)

@@ -58,6 +58,14 @@ def max_charge(
     Service is tokens as they are charged, not time. Not counted, so outside the bound: drafts that are
     rejected, tokens computed anew after a preemption, and the time that grammars take to compile and to
     mask. Who makes much of that gets more of the machine than the accounts say.
+
+    Why grammars' time is not charged, though it is measured:
+    * The bound above would be gone: what a request may still be charged is known when it is admitted, and
+      seconds that a mask will take are not. So would the order's independence of the machine: two replays
+      of one trace would serve tenants differently.
+    * It is bounded where it costs others something: `structured.mask_budget` lets a tenant's masks take
+      TENANT_S of a shared step, whatever its account says, and leaves its rows out until more than that
+      is worked off. Compiling has a process and a thread of its own, in which tenants take turns.
     """
     num_tokens = max_num_seqs * max_model_len
     if is_reserving:
@@ -142,17 +150,20 @@ class FairPolicy:
 
     def push(self, request: Request) -> None:
         group, account = self._open_account(request)
-        account.weight = request.generate.weight
-        if not account.waiting:
-            now_unix_s = max(self._now_unix_s, request.arrived_at_unix_s)
+        now_unix_s = max(self._now_unix_s, request.arrived_at_unix_s)
+        # What may fail comes before what it would leave half done: no account is changed for a request
+        # that is not queued, nor does a tenant wait without one.
+        is_first = not account.waiting
+        insort(account.waiting, request, key=_by_seq)
+        if is_first:
             if not group.waiting:
                 group.waits_since_unix_s = now_unix_s
             account.waits_since_unix_s = now_unix_s
             account.is_blocked = False
             group.lift(account)
             group.waiting[account.tenant_id] = account
+        account.weight = request.generate.weight
         request.served_priority = request.admitted_at_charge = None
-        insort(account.waiting, request, key=_by_seq)
         self._num_waiting += 1
 
     def remove(self, request: Request) -> None:

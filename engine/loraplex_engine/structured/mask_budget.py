@@ -8,8 +8,8 @@ step and samples in a later one.
 Nobody starves: a debt shrinks with each step, whoever is served, and who has the least of it is served
 first; among equals, who was left out most often.
 
-Seconds are of the step thread's CPU. They are not charged to the tenant's account with the fair policy:
-its promises are about tokens.
+Seconds are of the step thread's CPU. They are not charged to the tenant's account with the fair policy,
+whose promises are about tokens: `policies.fair.max_charge` says why.
 """
 
 from __future__ import annotations
