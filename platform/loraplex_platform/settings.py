@@ -7,7 +7,7 @@ Built once in each `main` and passed down. A missing or weak secret stops the st
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -37,6 +37,7 @@ def with_login(url: str, user: str, password: str | None = None) -> str:
     return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
+ToolFormatName = Literal["auto", "hermes", "llama", "mistral"]
 Secret = Annotated[SecretStr, AfterValidator(_strong)]
 
 
@@ -92,6 +93,8 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     request_timeout_s: float = 600.0
     drain_grace_s: float = 30.0
     ping_interval_s: float = 10.0  # between comments on a stream in which nothing happens
+    # How the model writes tool calls; auto: as its chat template says.
+    tool_format: ToolFormatName = "auto"
     default_max_tokens: int = 1024  # chat without max_tokens: this, or what the context leaves
     # Who may read /metrics: comma-separated networks. A proxied request never may.
     gateway_metrics_networks: str = "127.0.0.0/8,::1/128"

@@ -27,6 +27,13 @@ PortOption = Annotated[
 PortFileOption = Annotated[
     Path | None, typer.Option(help="Write the port there once it listens.", show_default=False)
 ]
+ToolFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How the model writes tool calls: auto, hermes, llama or mistral.",
+        show_default="LORAPLEX_TOOL_FORMAT, or auto: as its chat template says",
+    ),
+]
 LogLevelOption = Annotated[
     str | None,
     typer.Option(help="debug, info, warning or error.", show_default="LORAPLEX_LOG_LEVEL, or info"),
@@ -45,6 +52,7 @@ def gateway(
     host: HostOption = None,
     port: PortOption = None,
     port_file: PortFileOption = None,
+    tool_format: ToolFormatOption = None,
     log_level: LogLevelOption = None,
     log_format: LogFormatOption = None,
 ) -> None:
@@ -58,7 +66,13 @@ def gateway(
     from loraplex_platform.settings import GatewaySettings
 
     settings = GatewaySettings(
-        **_given(gateway_host=host, gateway_port=port, log_level=log_level, log_format=log_format)
+        **_given(
+            gateway_host=host,
+            gateway_port=port,
+            tool_format=tool_format,
+            log_level=log_level,
+            log_format=log_format,
+        )
     )
     configure_logging(settings.log_level, settings.log_format)
     raise typer.Exit(run(settings, port_file=port_file))

@@ -65,7 +65,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
     Raises:
         ModelFolderError: the base model's folder cannot be served.
     """
-    tokenizer = BaseTokenizer(ModelTexts.read(settings.model_dir))
+    tokenizer = BaseTokenizer(ModelTexts.read(settings.model_dir), tool_format=settings.tool_format)
     gateway_id = settings.gateway_id or f"gw-{uuid.uuid4().hex[:12]}"
     redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
     async with (

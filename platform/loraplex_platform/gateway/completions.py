@@ -62,6 +62,7 @@ from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.sampling import check_ids, sampling_params
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tokenization import too_long
+from loraplex_platform.gateway.tool_formats.tool_format import ToolFormat
 from loraplex_platform.gateway.tools import ToolPlan, plan_tools
 from loraplex_platform.ids import format_id
 from loraplex_platform.tenancy.authentication import Authenticated
@@ -82,7 +83,8 @@ async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
     """Answer a conversation with the model or adapter deployment named in `model`."""
-    body, messages, structure = await _parse(_parse_chat, await _read_body(request))
+    parse = partial(_parse_chat, tool_format=gateway.tokenizer.tool_format)
+    body, messages, structure = await _parse(parse, await _read_body(request))
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
     tools = structure.tools
@@ -111,7 +113,7 @@ async def create_chat_completion(
         body=body,
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
-        ended_by_call_of=tools.names if tools and tools.ends_after_call else None,
+        tools=tools,
         params=_params(
             body, "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         ),
@@ -194,13 +196,17 @@ class _Structure:
     grammar: Grammar | None
 
 
-def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage], _Structure]:
+def _parse_chat(
+    body: bytes, tool_format: ToolFormat
+) -> tuple[ChatRequest, list[ChatMessage], _Structure]:
     request = parse_chat(body)
     messages = chat_messages(request.messages)
     output = output_grammar(request.response_format, request.structured_outputs)
     if request.tools is None:
         _refuse_without_tools(request)
-    tools = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, output)
+    tools = plan_tools(
+        request.tools, request.tool_choice, request.parallel_tool_calls, output, tool_format
+    )
     return request, messages, _Structure(tools, output if tools is None else tools.grammar)
 
 
@@ -281,7 +287,7 @@ def _job(
     prompt_ids: list[int],
     sampling: SamplingParams,
     params: FieldNames,
-    ended_by_call_of: frozenset[str] | None = None,
+    tools: ToolPlan | None = None,
 ) -> Job:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Job(
@@ -295,7 +301,7 @@ def _job(
         prompt_ids=prompt_ids,
         sampling=sampling,
         stops=stops,
-        ended_by_call_of=ended_by_call_of,
+        tools=tools,
         params=params,
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],

@@ -8,7 +8,7 @@ Pure Python, no `tokenizers` object: `tokenization.py` hands in the table of tok
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 # Invalid UTF-8 becomes U+FFFD once per maximal subpart, in Python as in Rust's from_utf8_lossy.
@@ -80,14 +80,21 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of one growing sequence of output tokens."""
+    """The text of one growing sequence of output tokens.
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    Args:
+        shown_ids: special tokens that do have text here: their names.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, shown_ids: Collection[int] = ()) -> None:
         self._token_bytes = token_bytes
+        self._shown_ids = shown_ids
         self._decoder = _decoder_class(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; empty while a character is unfinished."""
+        if token_id in self._shown_ids:
+            return self._decoder.decode(self._token_bytes.label(token_id).encode())
         return self._decoder.decode(self._token_bytes.text_bytes(token_id))
 
     @property

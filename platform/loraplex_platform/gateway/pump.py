@@ -51,7 +51,7 @@ from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageRepo
 from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.text_stream import TextPiece, TextStream
-from loraplex_platform.gateway.tool_parser import ToolCallParser
+from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
 from loraplex_platform.metering.records import Renewal, Reservation, Settlement
@@ -92,7 +92,7 @@ class Job:
     shows_stop: bool  # whether the answer includes the stop string
     arrived_s: float  # monotonic
     timeout_s: float
-    ended_by_call_of: frozenset[str] | None = None  # a call of one of these tools ends a choice
+    tools: ToolPlan | None = None
     params: FieldNames = FieldNames()
 
     @property
@@ -191,7 +191,7 @@ class Pump:
 
     def __post_init__(self) -> None:
         job = self.job
-        names = job.ended_by_call_of or None
+        tools = job.tools
         self._choices = [
             _Choice(
                 TextStream(
@@ -199,7 +199,8 @@ class Pump:
                     job.stops,
                     min_tokens=job.sampling.min_tokens,
                     shows_stop=job.shows_stop,
-                    one_call=names and ToolCallParser(names),
+                    shown_ids=tools.format.shown_ids if tools else (),
+                    one_call=tools.parser() if tools and tools.ends_after_call else None,
                 )
             )
             for _ in range(job.sampling.n)
@@ -283,7 +284,7 @@ class Pump:
                 est_prompt_tokens=len(job.prompt_ids),
                 est_completion_tokens=job.sampling.max_tokens * job.sampling.n,
                 is_stream=job.is_stream,
-                has_stop_strings=bool(job.stops or job.ended_by_call_of),
+                has_stop_strings=bool(job.stops or (job.tools and job.tools.ends_after_call)),
                 deployment_id=job.model.deployment_id,
                 revision_id=job.model.revision_id,
                 adapter_version_id=job.model.adapter_version_id,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -27,8 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.errors import ChatTemplateError
-from loraplex_platform.gateway.tool_parser import START
+from loraplex_platform.gateway.tool_formats.choice import choose_format
 from loraplex_platform.gateway.tool_prompt import fold
+from loraplex_platform.settings import ToolFormatName
 
 # Characters that no text means anything with; the caller's own are dropped.
 MARK_START = "\ue0f0"
@@ -98,10 +99,18 @@ class ChatTemplate:
         source: Jinja, from the base model's folder.
         special_tokens: `bos_token`, `eos_token` and so on, as the template names them.
         control_tokens: token texts that only the template may write.
+        tool_format: how the model writes tool calls; "auto": as the template does.
+        special_ids: ids of tokens that have no text, by what they are called.
     """
 
     def __init__(
-        self, source: str, special_tokens: dict[str, str], control_tokens: Sequence[str]
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        control_tokens: Sequence[str],
+        *,
+        tool_format: ToolFormatName = "auto",
+        special_ids: Mapping[str, int] | None = None,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -113,9 +122,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
-        # Another format than ours would not be read: then the model is told of ours in plain messages.
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        self._knows_tools = "tools" in names and START in source
+        self.tool_format, self._knows_tools = choose_format(
+            source, takes_tools="tools" in names, wanted=tool_format, special_ids=special_ids
+        )
         self._special_tokens = special_tokens
         longest_first = sorted(control_tokens, key=len, reverse=True)
         longest_first = longest_first[:_MAX_CONTROL_TOKENS]
@@ -132,14 +142,16 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt that asks for the next assistant turn; marked as the header says.
 
-        Tools, calls and results go to a template that knows our format of them; for any other they
+        Tools, calls and results go to a template that knows the format of calls; for any other they
         become plain messages (`tool_prompt.py`).
 
         Raises:
             ChatTemplateError: the template refuses these messages (roles must alternate, ...).
         """
-        if not self._knows_tools:
-            messages, tools = fold(messages, tools), ()
+        if self._knows_tools:
+            messages = self.tool_format.arrange(messages)
+        else:
+            messages, tools = fold(messages, tools, self.tool_format), ()
         plain = [self._plain(message) for message in messages]
         try:
             return self._template.render(

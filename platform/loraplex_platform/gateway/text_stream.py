@@ -7,14 +7,14 @@ the stop string? Unit of all offsets: characters of the completion.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_engine.protocol import TokenLogprobs
 
 from loraplex_platform.gateway.detokenizer import Detokenizer, TokenBytes
 from loraplex_platform.gateway.stops import StopMatch, StopMatcher
-from loraplex_platform.gateway.tool_parser import ToolCallParser
+from loraplex_platform.gateway.tool_formats.call_parser import CallParser
 
 _LOGPROB_CHARS = 80  # of JSON per log-probability
 
@@ -65,6 +65,7 @@ class TextStream:
     Args:
         min_tokens: no stop string ends in the text of the first so many tokens.
         shows_stop: the stop string itself is shown too.
+        shown_ids: special tokens whose names are text: marks of tool calls.
         one_call: a parser of its own: the end of a tool call stops the text as a stop string does. It
             is found as the answer finds it, so that a mark within a call's arguments is none.
     """
@@ -76,9 +77,10 @@ class TextStream:
         *,
         min_tokens: int = 0,
         shows_stop: bool = False,
-        one_call: ToolCallParser | None = None,
+        shown_ids: Collection[int] = (),
+        one_call: CallParser | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(token_bytes)
+        self._detokenizer = Detokenizer(token_bytes, shown_ids)
         self._matcher = StopMatcher(stops, shows_stop=shows_stop)
         self._min_tokens = min_tokens
         self._one_call = one_call

@@ -24,6 +24,9 @@ from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import ContextLengthError, UnsupportedParameterError
 from loraplex_platform.gateway.templates import ChatTemplate
+from loraplex_platform.gateway.tool_formats.hermes import Hermes
+from loraplex_platform.gateway.tool_formats.tool_format import ToolFormat
+from loraplex_platform.settings import ToolFormatName
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -78,11 +81,14 @@ class ModelTexts:
 class BaseTokenizer:
     """Tokenizer, chat template and token facts of the base model.
 
+    Args:
+        tool_format: how the model writes tool calls; "auto": as its chat template says.
+
     Raises:
         ModelFolderError: the folder holds something that cannot be served.
     """
 
-    def __init__(self, texts: ModelTexts) -> None:
+    def __init__(self, texts: ModelTexts, *, tool_format: ToolFormatName = "auto") -> None:
         document = json.loads(texts.tokenizer_json)
         if not _is_byte_level(document.get("decoder")):
             raise ModelFolderError(
@@ -109,7 +115,11 @@ class BaseTokenizer:
                 if token["special"] or token["content"] in texts.chat_template
             ]
             self._template = ChatTemplate(
-                texts.chat_template, _special_tokens(texts.tokenizer_config), control
+                texts.chat_template,
+                _special_tokens(texts.tokenizer_config),
+                control,
+                tool_format=tool_format,
+                special_ids={token["content"]: token["id"] for token in added if token["special"]},
             )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
@@ -121,6 +131,11 @@ class BaseTokenizer:
     def has_template(self) -> bool:
         """Whether the model takes chat messages."""
         return self._template is not None
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls."""
+        return Hermes() if self._template is None else self._template.tool_format
 
     async def encode_chat(
         self,

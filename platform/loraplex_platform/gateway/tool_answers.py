@@ -15,11 +15,11 @@ from loraplex_platform.gateway.openai_schemas import (
     ToolCall,
     ToolCallDelta,
 )
-from loraplex_platform.gateway.tool_parser import (
+from loraplex_platform.gateway.tool_formats.call_parser import (
     ArgumentsDelta,
     CallBegun,
+    CallParser,
     ContentDelta,
-    ToolCallParser,
     ToolDelta,
 )
 
@@ -32,7 +32,7 @@ class ChoiceCalls:
         key: makes the ids of its calls unique.
     """
 
-    def __init__(self, parser: ToolCallParser, key: str) -> None:
+    def __init__(self, parser: CallParser, key: str) -> None:
         self._parser = parser
         self._key = key
         self._has_content = False  # some of it was shown

@@ -1,12 +1,12 @@
 """How a model whose chat template knows no tools is told of them, and of calls and results.
 
-Our convention, in plain messages that any template renders. It uses the marks of `tool_parser.py`, which
-many models were trained on:
+Our convention, in plain messages that any template renders. Calls are written in the model's format
+(`tool_formats/`), Hermes' unless a setting says otherwise, which many models were trained on:
 
 | | becomes |
 |---|---|
 | tools | a paragraph at the end of the system message, which is made if there is none |
-| an assistant's calls | its content, and each call between marks, as it is to write them itself |
+| an assistant's calls | its content, and the calls as it is to write them itself |
 | results | one user message for those that follow each other, each between `<tool_response>` marks |
 """
 
@@ -17,19 +17,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage
-from loraplex_platform.gateway.tool_parser import END, START
+from loraplex_platform.gateway.chat_message import ChatMessage
+from loraplex_platform.gateway.tool_formats.tool_format import ToolFormat, written
 
 _INTRODUCTION = (
     "You can call functions. Each line is one of them, described in JSON:\n"
     "{functions}\n\n"
     "To call one, write its name and its arguments as JSON, like this:\n"
-    f'{START}\n{{{{"name": "function_name", "arguments": {{{{"key": "value"}}}}}}}}\n{END}\n'
-    "Write one such block per call and wait for the results. Without need of a function, just answer."
+    "{example}\n"
+    "{several} and wait for the results. Without need of a function, just answer."
 )
+_EXAMPLE = ("function_name", '{"key": "value"}')
 
 
-def fold(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[ChatMessage]:
+def fold(
+    messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], tool_format: ToolFormat
+) -> list[ChatMessage]:
     """The same conversation without tools, calls and results as such."""
     folded: list[ChatMessage] = []
     was_result = False
@@ -41,24 +44,24 @@ def fold(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> li
             else:
                 folded.append(ChatMessage("user", text))
         elif message.calls:
-            blocks = [_block(call) for call in message.calls]
-            content = "\n".join([message.content, *blocks] if message.content else blocks)
+            calls = tool_format.write([written(call) for call in message.calls])
+            content = f"{message.content}\n{calls}" if message.content else calls
             folded.append(replace(message, content=content, calls=()))
         else:
             folded.append(message)
         was_result = message.role == "tool"
-    return _with_tools(folded, tools) if tools else folded
+    return _with_tools(folded, tools, tool_format) if tools else folded
 
 
-def _with_tools(messages: list[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[ChatMessage]:
-    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INTRODUCTION.format(functions=functions)
+def _with_tools(
+    messages: list[ChatMessage], tools: Sequence[dict[str, Any]], tool_format: ToolFormat
+) -> list[ChatMessage]:
+    text = _INTRODUCTION.format(
+        functions="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
+        example=tool_format.write([_EXAMPLE]),
+        several=tool_format.several,
+    )
     if messages and messages[0].role == "system":
         first = messages[0]
         return [replace(first, content=f"{first.content}\n\n{text}"), *messages[1:]]
     return [ChatMessage("system", text), *messages]
-
-
-def _block(call: CalledFunction) -> str:
-    name = json.dumps(call.name, ensure_ascii=False)
-    return f'{START}\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n{END}'

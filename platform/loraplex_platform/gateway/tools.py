@@ -29,7 +29,8 @@ from loraplex_platform.gateway.structured_schemas import (
     Tool,
     ToolChoice,
 )
-from loraplex_platform.gateway.tool_parser import END, START, ToolCallParser
+from loraplex_platform.gateway.tool_formats.call_parser import CallParser
+from loraplex_platform.gateway.tool_formats.tool_format import Holding, ToolFormat, quoted
 
 _NO_PARAMETERS: Final[dict[str, Any]] = {
     "type": "object",
@@ -43,14 +44,17 @@ _JSON_OBJECT: Final = '{"type":"object"}'
 class ToolPlan:
     """What a request's tools come to."""
 
+    format: ToolFormat
     shown: list[dict[str, Any]]  # as the chat template takes them
     names: frozenset[str]
     grammar: Grammar | None
     ends_after_call: bool  # the answer is over with its first call; a grammar may see to that
 
-    def parser(self) -> ToolCallParser:
+    is_marked: bool = False  # an object may be the answer itself: only a mark makes it a call
+
+    def parser(self) -> CallParser:
         """For one choice's text."""
-        return ToolCallParser(self.names)
+        return self.format.parser(self.names, is_marked=self.is_marked)
 
 
 def plan_tools(
@@ -58,8 +62,12 @@ def plan_tools(
     choice: ToolChoice | None,
     is_parallel: bool | None,
     output: Grammar | None,
+    tool_format: ToolFormat,
 ) -> ToolPlan | None:
     """Check tools and choice; None: an ordinary answer, of which `output` is the grammar.
+
+    Args:
+        tool_format: how the model writes calls.
 
     Raises:
         InvalidRequestError: names the field and what is wrong with it.
@@ -86,19 +94,23 @@ def plan_tools(
             param="structured_outputs",
         )
     grammar = None
+    otherwise = None if is_forced else output
     if is_forced or output is not None or any(tool.function.strict for tool in offered):
         grammar = _calls_grammar(
             [tool.function for tool in offered],
+            tool_format,
+            "calls" if is_forced else "text" if otherwise is None else "calls_or_other",
             is_single=is_single,
-            otherwise=None if is_forced else output,
-            has_text=not is_forced and output is None,
+            otherwise=otherwise,
         )
     return ToolPlan(
+        format=tool_format,
         shown=[_shown(tool.function) for tool in offered],
         names=frozenset(tool.function.name for tool in offered),
         grammar=grammar,
         # A call's end is the answer's: nothing is generated behind it to be thrown away.
         ends_after_call=is_single and not is_forced,
+        is_marked=otherwise is not None,
     )
 
 
@@ -135,45 +147,26 @@ def _shown(function: FunctionDefinition) -> dict[str, Any]:
 
 def _calls_grammar(
     functions: list[FunctionDefinition],
+    tool_format: ToolFormat,
+    holding: Holding,
     *,
     is_single: bool,
     otherwise: Grammar | None,
-    has_text: bool,
 ) -> Grammar:
-    """Calls in our format; or `otherwise`; or, with `has_text`, text among which there may be some."""
-    bodies = " | ".join(f"call_{index}" for index in range(len(functions)))
-    lines = [f"body: {bodies}"]
+    """Calls, or what `holding` lets stand beside them."""
+    lines = tool_format.rules(holding, is_single=is_single)
+    lines.append("body: " + " | ".join(f"call_{index}" for index in range(len(functions))))
     for index, function in enumerate(functions):
-        lines.append(
-            f"call_{index}: {_quoted(_head(function.name))} arguments_{index} {_quoted('}')}"
-        )
+        head = quoted(tool_format.head(function.name))
+        lines.append(f"call_{index}: {head} arguments_{index} {quoted('}')}")
         lines.append(f"arguments_{index}: %json {_arguments_schema(index, function)}")
-    rest = f"body {_quoted(chr(10) + END)}"
-    if has_text:
-        # The lazy head ends at the first mark, and from there on there is only a call.
-        start = "start: text_call? tail" if is_single else "start: text_call* tail"
-        lines += [
-            "tail: TEXT",
-            "TEXT: /(?s:.*)/",
-            f"head[lazy]: TEXT {_quoted(START)}",
-            f"text_call: head {_quoted(chr(10))} {rest}",
-        ]
-    else:
-        lines.append(f"call: {_quoted(START + chr(10))} {rest}")
-        calls = "call" if is_single else f"call ({_quoted(chr(10))} call)*"
-        start = f"start: {calls}"
-        if otherwise is not None:
-            schema = otherwise.value if otherwise.kind == "json_schema" else _JSON_OBJECT
-            start += " | otherwise"
-            lines.append(f"otherwise: %json {_with_options(json.loads(schema), is_lenient=False)}")
-    value = "\n".join([start, *lines]) + "\n"
+    if otherwise is not None:
+        schema = otherwise.value if otherwise.kind == "json_schema" else _JSON_OBJECT
+        lines.append(f"otherwise: %json {_with_options(json.loads(schema), is_lenient=False)}")
+    value = "\n".join(lines) + "\n"
     if len(value) > MAX_GRAMMAR_CHARS:
         raise InvalidValueError("'tools' are too large to be followed by a grammar.", param="tools")
     return Grammar(kind="lark", value=value)
-
-
-def _head(name: str) -> str:
-    return f'{{"name": "{name}", "arguments": '
 
 
 def _arguments_schema(index: int, function: FunctionDefinition) -> str:
@@ -194,8 +187,3 @@ def _with_options(schema: Any, *, is_lenient: bool) -> str:  # noqa: ANN401 - JS
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-
-
-def _quoted(text: str) -> str:
-    """A literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)

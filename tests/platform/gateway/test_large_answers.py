@@ -17,7 +17,7 @@ from loraplex_platform.gateway.answers import AnswerHead, ChatAnswer, Completion
 from loraplex_platform.gateway.openai_schemas import UsageReport
 from loraplex_platform.gateway.structured_schemas import FunctionDefinition, Tool
 from loraplex_platform.gateway.text_stream import ShownToken, TextPiece
-from loraplex_platform.gateway.tool_parser import START
+from loraplex_platform.gateway.tool_formats.hermes import START, Hermes
 from loraplex_platform.gateway.tools import plan_tools
 
 from tests.platform.gateway import tiny_model
@@ -81,7 +81,7 @@ async def test_only_small_answers_are_built_on_the_loop() -> None:
 
 async def test_whitespace_to_the_end_of_the_context_is_cheap_to_read_for_calls() -> None:
     tool = Tool(type="function", function=FunctionDefinition(name="f"))
-    plan = plan_tools([tool], None, None, None)
+    plan = plan_tools([tool], None, None, None, Hermes())
     head = AnswerHead(UUID(int=1), 0, "m", "fp", False, None, num_choices=16)
     answer = ChatAnswer(head, tiny_model.base_tokenizer().token_bytes, tools=plan)
     texts = [" " * 80, START, "[" * 8]

@@ -10,14 +10,13 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loraplex_platform.gateway.tool_parser import (
-    END,
-    START,
+from loraplex_platform.gateway.tool_formats.call_parser import (
     ArgumentsDelta,
     CallBegun,
     ContentDelta,
-    ToolCallParser,
 )
+from loraplex_platform.gateway.tool_formats.hermes import END, START
+from loraplex_platform.gateway.tool_formats.hermes import HermesParser as ToolCallParser
 
 NAMES = ("get_weather", "add", "search-web")
 

@@ -21,8 +21,9 @@ from loraplex_platform.gateway.chat_message import CalledFunction, ChatMessage
 from loraplex_platform.gateway.structured_schemas import NamedToolChoice, Tool
 from loraplex_platform.gateway.templates import ChatTemplate
 from loraplex_platform.gateway.tool_answers import ChoiceCalls
-from loraplex_platform.gateway.tool_parser import END, START
-from loraplex_platform.gateway.tools import plan_tools
+from loraplex_platform.gateway.tool_formats.hermes import END, START, Hermes
+from loraplex_platform.gateway.tools import ToolPlan
+from loraplex_platform.gateway.tools import plan_tools as plan_tools_in
 
 from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import BASE, Stand, says
@@ -53,6 +54,10 @@ TWO_CALLS = (
     f'{END}\n{START}\n{{"name": "now", "arguments": {{}}}}\n{END}'
 )
 ARGUMENTS = '{"city": "S\\u00e3o \\"P\\" 🙂 {"}'
+
+
+def plan_tools(*arguments: Any) -> ToolPlan | None:
+    return plan_tools_in(*arguments, Hermes())
 
 
 def tools(*definitions: dict[str, Any]) -> list[Tool]:
