@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import structlog
 import zmq
@@ -39,20 +39,17 @@ class ProtectedSocket:
 
     `address` is where it listens, a TCP port of 0 resolved; `public_key` (Z85) is set on TCP.
 
-    Args:
-        kind: ZeroMQ's socket type.
-        flag: the setting that `address` comes from, for messages.
-
     Raises:
         ConfigError: see the module's header; or the address is in use.
     """
+
+    kind: ClassVar[int]  # ZeroMQ's socket type
+    flag: ClassVar[str]  # the setting that the address comes from, for messages
 
     def __init__(
         self,
         address: str,
         *,
-        kind: int,
-        flag: str,
         curve_secret_key_file: Path | None = None,
         curve_allowed_keys_file: Path | None = None,
     ) -> None:
@@ -60,22 +57,22 @@ class ProtectedSocket:
         self._lock_fd: int | None = None
         self._authenticator: _Authenticator | None = None
         self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self.socket: zmq.Socket[bytes] = self._context.socket(self.kind)
         try:
             self.socket.linger = FAREWELL_MS
             self.socket.maxmsgsize = MAX_FRAME_BYTES
             self.socket.sndhwm = SEND_QUEUE_FRAMES
             self._set_up()
             if address.startswith("ipc://"):
-                self._lock_fd = _claim_ipc_path(address, flag)
+                self._lock_fd = _claim_ipc_path(address, self.flag)
             elif address.startswith("tcp://"):
                 self._require_curve(curve_secret_key_file, curve_allowed_keys_file)
             else:
-                raise ConfigError(f"{flag} {address}: use ipc:///path or tcp://host:port")
+                raise ConfigError(f"{self.flag} {address}: use ipc:///path or tcp://host:port")
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"{flag} {address}: cannot listen there ({error})") from error
+            raise ConfigError(f"{self.flag} {address}: cannot listen there ({error})") from error
         except ConfigError:
             self.close()
             raise
@@ -119,20 +116,8 @@ class ProtectedSocket:
 class Endpoint(ProtectedSocket):
     """Where gateways send requests: a ROUTER."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        curve_secret_key_file: Path | None = None,
-        curve_allowed_keys_file: Path | None = None,
-    ) -> None:
-        super().__init__(
-            address,
-            kind=zmq.ROUTER,
-            flag="--address",
-            curve_secret_key_file=curve_secret_key_file,
-            curve_allowed_keys_file=curve_allowed_keys_file,
-        )
+    kind = zmq.ROUTER
+    flag = "--address"
 
     @property
     def router(self) -> zmq.Socket[bytes]:
@@ -150,20 +135,8 @@ class EventsEndpoint(ProtectedSocket):
     every tenant: so it is as closed as the other.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        curve_secret_key_file: Path | None = None,
-        curve_allowed_keys_file: Path | None = None,
-    ) -> None:
-        super().__init__(
-            address,
-            kind=zmq.XPUB,
-            flag="--events-address",
-            curve_secret_key_file=curve_secret_key_file,
-            curve_allowed_keys_file=curve_allowed_keys_file,
-        )
+    kind = zmq.XPUB
+    flag = "--events-address"
 
     def _set_up(self) -> None:
         self.socket.maxmsgsize = MAX_SUBSCRIPTION_BYTES

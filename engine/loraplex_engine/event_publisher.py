@@ -47,6 +47,7 @@ class BlockEventPublisher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = endpoint.address
+        self.public_key = endpoint.public_key
         self._endpoint = endpoint
         self._replica_id = replica_id
         self._incarnation = incarnation

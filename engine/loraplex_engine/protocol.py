@@ -354,6 +354,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["starting", "ready", "draining"]
     started_at_unix_s: float
     row_rule_holds: bool
+    events_address: str | None = None  # where block events are published; None: nowhere
+    events_curve_public_key: str | None = None  # Z85; set exactly when that address is TCP
 
 
 REPLICA_KEY_PREFIX = "loraplex:replica:"

@@ -65,6 +65,7 @@ class ServerOptions:
     advertise_address: str | None = None  # what gateways connect to; None: `address`
     redis_url: str | None = None
     events_address: str | None = None  # where cached blocks are published; None: nowhere
+    advertise_events_address: str | None = None  # what routers connect to; None: `events_address`
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     metrics_port_file: Path | None = None
@@ -287,6 +288,11 @@ class EngineServer:
 
     def _open_block_events(self, options: ServerOptions) -> BlockEventPublisher | None:
         if options.events_address is None:
+            if options.advertise_events_address is not None:
+                raise ConfigError(
+                    "--advertise-events-address says where block events are published, which they are"
+                    " not: add --events-address or leave it out"
+                )
             return None
         endpoint = EventsEndpoint(
             options.events_address,
@@ -352,6 +358,14 @@ class EngineServer:
             state="draining" if self._port.is_draining or self._port.is_stalled else "ready",
             started_at_unix_s=self._started_at,
             row_rule_holds=facts.row_rule_holds,
+            events_address=(
+                self._options.advertise_events_address or self._block_events.address
+                if self._block_events is not None
+                else None
+            ),
+            events_curve_public_key=(
+                self._block_events.public_key if self._block_events is not None else None
+            ),
         )
 
 

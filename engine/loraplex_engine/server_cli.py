@@ -253,6 +253,7 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         "Publish which blocks are cached, for routers: ipc:///dir/events.sock or tcp://host:port,"
         " protected as --address is.",
     )
+    flag(cache, "--advertise-events-address", "What routers connect to, if it differs.")
 
     lora = parser.add_argument_group("adapters")
     flag(lora, "--store-url", "fsspec URL of the adapter store, file:///path or s3://bucket.")
@@ -419,6 +420,7 @@ def read_options(
         advertise_address=values.advertise_address,
         redis_url=values.redis_url,
         events_address=values.events_address,
+        advertise_events_address=values.advertise_events_address,
         metrics_host=values.metrics_host,
         metrics_port=values.metrics_port,
         metrics_port_file=values.metrics_port_file,

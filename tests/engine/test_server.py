@@ -18,10 +18,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 import zmq
 import zmq.asyncio
+from loraplex_engine.block_events import TOPIC, decode_batch
 from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
@@ -35,6 +37,7 @@ from loraplex_engine.protocol import (
     Hello,
     JournalEntry,
     Rejected,
+    ReplicaRecord,
     SamplingParams,
     StatsQuery,
     StepFrame,
@@ -938,6 +941,58 @@ async def test_tcp_admits_only_listed_keys(folder: Path) -> None:
         assert await plain.poll(300) == 0
         plain.close(linger=0)
         context.term()
+
+
+async def test_the_record_says_where_block_events_are_published(folder: Path) -> None:
+    """A router that reads the registry can subscribe, knowing nothing else; also where TCP is mixed in."""
+    keys = make_key_pair(folder / "server.key")
+    (folder / "allowed").write_text(f"{keys.public_key.decode()} router\n")
+    curve = {
+        "curve_secret_key_file": folder / "server.key",
+        "curve_allowed_keys_file": folder / "allowed",
+    }
+
+    async with run_replica(folder, events_address="tcp://127.0.0.1:0", **curve) as replica:
+        record = replica.server._describe()
+        assert record is not None
+        assert (record.address, record.curve_public_key) == (replica.address, None)
+        assert record.events_address == replica.server.events_address
+        assert record.events_curve_public_key == keys.public_key.decode()
+        with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.curve_serverkey = record.events_curve_public_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = keys.public_key, keys.secret_key
+            socket.subscribe(TOPIC)
+            socket.connect(record.events_address)
+            assert await asyncio.to_thread(socket.poll, int(DEADLINE_S) * 1000)
+            assert decode_batch(socket.recv_multipart()[1]).replica_id == record.replica_id
+        assert msgspec.json.decode(msgspec.json.encode(record), type=ReplicaRecord) == record
+
+    (folder / "plain").mkdir(mode=0o700)
+    async with run_replica(
+        folder / "plain",
+        events_address=f"ipc://{folder}/plain/events.sock",
+        advertise_events_address="ipc:///shared/events.sock",
+    ) as replica:
+        record = replica.server._describe()
+        assert record is not None
+        assert record.events_address == "ipc:///shared/events.sock"
+        assert record.events_curve_public_key is None
+
+
+async def test_without_block_events_the_record_has_no_address_for_them(
+    replica: Replica, folder: Path
+) -> None:
+    record = replica.server._describe()
+    assert record is not None
+    assert (record.events_address, record.events_curve_public_key) == (None, None)
+
+    (folder / "second").mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match="add --events-address"):
+        make_server(
+            folder / "second",
+            f"ipc://{folder}/second/e.sock",
+            advertise_events_address="tcp://router:1",
+        )
 
 
 def test_keys_in_the_allow_list_may_hold_the_comment_sign(folder: Path) -> None:
