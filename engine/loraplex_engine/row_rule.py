@@ -208,32 +208,37 @@ def _check_attention(
             np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), tables, num_rows
         )
 
-    def attend(q_THD: Tensor, computed: list[int], scheduled: list[int]) -> Tensor:
+    def attend(q_TC: Tensor, computed: list[int], scheduled: list[int]) -> Tensor:
         work = batch(computed, scheduled)
-        q = torch.zeros(work.num_rows, *q_THD.shape[1:], dtype=q_THD.dtype)
-        q[: len(q_THD)] = q_THD
-        return attention.forward(q, kv, attention.prepare(work))[: len(q_THD)]
+        qkv_TC = torch.zeros(work.num_rows, shape.q_size + 2 * shape.kv_size, dtype=q_TC.dtype)
+        qkv_TC[: len(q_TC), : shape.q_size] = q_TC
+        return attention.forward(qkv_TC, kv, attention.prepare(work))[: len(q_TC)]
 
     fill = batch([0], [context])
-    keys_values = draw(fill.num_rows, 2 * shape.kv_size)
-    attention.write_kv(keys_values, kv, attention.prepare(fill))
+    qkv_TC = torch.zeros(fill.num_rows, shape.q_size + 2 * shape.kv_size, dtype=shape.dtype)
+    qkv_TC[:, shape.q_size :] = draw(fill.num_rows, 2 * shape.kv_size)
+    # Unrotated: random keys are as good as rotated random keys.
+    cos_T1D = torch.ones(fill.num_rows, 1, shape.head_dim, dtype=shape.dtype)
+    attention.rotate_and_write(
+        qkv_TC, cos_T1D, torch.zeros_like(cos_T1D), kv, attention.prepare(fill)
+    )
 
     count = min(_MAX_ROWS, context)
     first = (context - count) // 2
-    q_THD = draw(count, shape.num_heads, shape.head_dim)
+    q_TC = draw(count, shape.q_size)
     run = list(range(first, first + count))
     spread = np.linspace(0, context - 1, count).astype(int).tolist()
     for name, positions in (("chunk", run), ("batch", spread)):
         alone = torch.cat(
-            [attend(q_THD[i : i + 1], [position], [1]) for i, position in enumerate(positions)]
+            [attend(q_TC[i : i + 1], [position], [1]) for i, position in enumerate(positions)]
         )
         for rows in ROW_COUNTS:
             if rows > count:
                 break
             if name == "chunk":
-                out = attend(q_THD[:rows], [first], [rows])
+                out = attend(q_TC[:rows], [first], [rows])
             else:
-                out = attend(q_THD[:rows], positions[:rows], [1] * rows)
+                out = attend(q_TC[:rows], positions[:rows], [1] * rows)
             yield f"attention {name} of {rows}", _same_bits(out, alone[:rows])
 
 

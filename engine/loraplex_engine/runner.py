@@ -1,7 +1,8 @@
 """Runs steps: keeps the rows' tokens and block tables, computes, samples. Decides nothing.
 
 `ModelRunner` is the `Executor` of a single process. Rows persist between steps in numpy arrays, so a step
-costs array operations, not Python per request; the KV cache lives here, one tensor per layer.
+costs array operations, not Python per request; the KV cache lives here, one of the attention backend's
+objects per layer.
 
 R rows that sample, T tokens of the step, both in the step's batch order.
 """
@@ -59,7 +60,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        attention: AttentionBackend[Any],
+        attention: AttentionBackend[Any, Any],
         limits: RunnerLimits,
         *,
         lora: LoraBackend | None = None,
@@ -89,11 +90,7 @@ class ModelRunner:
         # One that the model cannot sample is nothing to ban.
         size = model.config.num_token_ids
         self._eos_token_ids = tuple(i for i in model.config.eos_token_ids if 0 <= i < size)
-        shape = attention.kv_shape(limits.num_blocks)
-        # Not zeroed: pages that no block has used yet take no memory.
-        self.kv_layers = [torch.empty(shape, dtype=model.dtype) for _ in model.layers]
-        for kv in self.kv_layers:
-            attention.reset_kv(kv)
+        self.kv_layers = [attention.allocate_kv(limits.num_blocks) for _ in model.layers]
 
     def launch(self, step: Step) -> None:
         """Compute `step` now; `collect` hands out the result."""
@@ -129,11 +126,9 @@ class ModelRunner:
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers; every source is read as it was before the step."""
-        block_size = self.limits.block_size
-        slot_NP = np.asarray(copies, np.int64)[:, :, None] * block_size + np.arange(block_size)
-        source, target = torch.from_numpy(slot_NP.transpose(1, 0, 2).reshape(2, -1)).unbind(0)
+        source, target = torch.tensor(copies, dtype=torch.int64).t().contiguous().unbind(0)
         for kv in self.kv_layers:
-            kv.index_copy_(0, target, kv.index_select(0, source))
+            self.attention.copy_blocks(kv, source, target)
 
     def _fill(self, new: NewRow) -> None:
         count = len(new.token_ids)
@@ -327,7 +322,7 @@ def build_runner(
     model: Decoder,
     sizes: EngineSizes,
     *,
-    attention: AttentionBackend[Any] | None = None,
+    attention: AttentionBackend[Any, Any] | None = None,
     lora: LoraBackend | None = None,
     slots: SlotTable | None = None,
     survivors: GumbelSurvivors | None = None,

@@ -44,7 +44,7 @@ class Case:
     """A model on one attention backend."""
 
     model: Decoder
-    attention: AttentionBackend[Any]
+    attention: AttentionBackend[Any, Any]
 
 
 HEAD64 = TinyShape(

@@ -59,7 +59,7 @@ class Case:
     """A model on one attention backend."""
 
     model: Decoder
-    attention: AttentionBackend[Any]
+    attention: AttentionBackend[Any, Any]
 
 
 @pytest.fixture(

@@ -1,11 +1,13 @@
 """What the decoder asks of an attention backend.
 
-The KV cache of a layer is an array of token slots, grouped into blocks of `block_size`; a sequence's
-tokens live where its block table says. A backend lays one slot out as it likes (`kv_shape`), is told
-once per step which tokens belong to which sequence (`prepare`), and then, per layer, stores the step's
-keys and values (`write_kv`) and attends (`forward`).
+The KV cache of a layer holds token slots, grouped into blocks of `block_size`; a sequence's tokens live
+where its block table says. A backend makes and lays out a layer's cache as it likes (`allocate_kv`), is
+told once per step which tokens belong to which sequence (`prepare`), and then, per layer, rotates the
+step's queries and keys, stores keys and values (`rotate_and_write`) and attends (`forward`).
 
 T tokens of the step (padded to the linears' row multiple), B sequences, H query heads, D head width.
+qkv_TC is the merged projection of a step: (T, C), C = q_size + 2 * kv_size, all query heads, then all
+key heads, then all value heads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,15 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    # Keys further back than this are not seen: position p sees p - window + 1 .. p. None: all.
+    window: int | None = None
+    # Scores become soft_cap * tanh(score / soft_cap). None: as they are.
+    soft_cap: float | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of a token's queries over all heads."""
+        return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
@@ -47,37 +58,52 @@ class AttentionBatch:
     num_rows: int
 
 
+KvT = TypeVar("KvT")
 PlanT = TypeVar("PlanT")
 
 
-class AttentionBackend(Protocol, Generic[PlanT]):
+class AttentionBackend(Protocol, Generic[KvT, PlanT]):
     """Attends a step's tokens to their own sequences; obeys the row rule and reads nothing else."""
 
     name: str
 
-    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache for blocks 0 .. num_blocks - 1, in the model's dtype.
+    def allocate_kv(self, num_blocks: int) -> KvT:
+        """One layer's cache for blocks 0 .. num_blocks - 1.
 
-        May include room of the backend's own; `reset_kv` prepares that.
+        No block is touched: on a CPU, memory that no block has used yet costs nothing.
         """
         ...
 
-    def reset_kv(self, kv: Tensor) -> None:
-        """Prepare one layer's new cache; touches no block, so that unused memory costs nothing."""
+    def kv_bytes_per_block(self) -> int:
+        """What a block takes in one layer."""
+        ...
+
+    def copy_blocks(self, kv: KvT, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks of one layer; every source is read as it was before.
+
+        Args:
+            source, target: int64 block ids, equally many; no target twice.
+        """
         ...
 
     def prepare(self, batch: AttentionBatch) -> PlanT:
         """Masks, indices and grouping for one step, shared by all layers."""
         ...
 
-    def write_kv(self, kv_TC: Tensor, kv: Tensor, plan: PlanT) -> None:
-        """Store the step's keys (rotated) and values.
+    def rotate_and_write(
+        self, qkv_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: KvT, plan: PlanT
+    ) -> None:
+        """Rotate the queries and keys of `qkv_TC` in place, then store its keys and values.
 
         Args:
-            kv_TC: (T, 2 * kv_size): all key heads, then all value heads.
+            cos_T1D, sin_T1D: as `RotaryTable.gather` gives them, model dtype.
         """
         ...
 
-    def forward(self, q_THD: Tensor, kv: Tensor, plan: PlanT) -> Tensor:
-        """softmax(q K^T / sqrt(D)) V over positions 0 .. own: (T, H * D), padding rows zero."""
+    def forward(self, qkv_TC: Tensor, kv: KvT, plan: PlanT) -> Tensor:
+        """softmax(q K^T / sqrt(D)) V over positions 0 .. own: (T, H * D), padding rows zero.
+
+        Args:
+            qkv_TC: only its rotated queries are read; what a step attends to is in the cache.
+        """
         ...

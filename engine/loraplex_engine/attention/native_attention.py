@@ -16,6 +16,7 @@ from loraplex_kernels.cpu.attention import AttentionTasks, NativeAttentionKernel
 from torch import Tensor
 
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
+from loraplex_engine.model.rope import rotate_merged_
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class NativeAttention:
             ValueError: a shape or dtype the kernel does not have.
             loraplex_kernels.cpu.build.NativeBuildError: no compiler here, or it failed.
         """
+        if shape.window is not None or shape.soft_cap is not None:
+            raise ValueError("the native kernel has neither a sliding window nor a soft cap")
         self._shape = shape
         self._block_size = block_size
         self._kernel = NativeAttentionKernel(
@@ -58,11 +61,17 @@ class NativeAttention:
             num_threads=num_threads,
         )
 
-    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (num_blocks * self._block_size, 2 * self._shape.kv_size)
+    def allocate_kv(self, num_blocks: int) -> Tensor:
+        """(slots, 2 * kv_size); the kernel reads no slot that was not written."""
+        size = (num_blocks * self._block_size, 2 * self._shape.kv_size)
+        return torch.empty(size, dtype=self._shape.dtype)
 
-    def reset_kv(self, kv: Tensor) -> None:
-        """Nothing: the kernel reads no slot that was not written."""
+    def kv_bytes_per_block(self) -> int:
+        return self._block_size * 2 * self._shape.kv_size * self._shape.dtype.itemsize
+
+    def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
+        by_block = kv.view(-1, self._block_size * kv.shape[1])
+        by_block.index_copy_(0, target, by_block.index_select(0, source))
 
     def prepare(self, batch: AttentionBatch) -> NativePlan:
         scheduled, computed = batch.num_scheduled_B, batch.num_computed_B
@@ -78,11 +87,15 @@ class NativeAttention:
             work=AttentionTasks.of(computed, scheduled, batch.block_table_BM),
         )
 
-    def write_kv(self, kv_TC: Tensor, kv: Tensor, plan: NativePlan) -> None:
-        kv.index_copy_(0, plan.write_slot, kv_TC[: plan.num_tokens])
+    def rotate_and_write(
+        self, qkv_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: Tensor, plan: NativePlan
+    ) -> None:
+        shape = self._shape
+        rotate_merged_(qkv_TC, shape.num_heads + shape.num_kv_heads, cos_T1D, sin_T1D)
+        kv.index_copy_(0, plan.write_slot, qkv_TC[: plan.num_tokens, shape.q_size :])
 
-    def forward(self, q_THD: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
-        q_TC = q_THD.reshape(q_THD.shape[0], -1).contiguous()
+    def forward(self, qkv_TC: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
+        q_TC = qkv_TC[:, : self._shape.q_size].contiguous()
         out_TC = torch.empty_like(q_TC)
         out_TC[plan.num_tokens :].zero_()
         self._kernel.forward(q_TC, out_TC, kv, plan.work)

@@ -25,7 +25,7 @@ def open_attention(
     cache_dir: Path,
     num_threads: int,
     backend: BackendName = "auto",
-) -> AttentionBackend[Any]:
+) -> AttentionBackend[Any, Any]:
     """The backend for a model's shape.
 
     Args:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
 from loraplex_engine.attention.key_lengths import KeyLengths
+from loraplex_engine.model.rope import rotate_merged_
 from loraplex_engine.step import Int32Array
 
 ROW_MULTIPLE = 4
@@ -82,6 +83,15 @@ class TorchAttention:
         block_size: int,
         key_lengths: KeyLengths | None = None,
     ) -> None:
+        """Try which K lengths are safe here, unless `key_lengths` says it.
+
+        Raises:
+            ValueError: the shape has a sliding window or a soft cap.
+        """
+        if shape.window is not None or shape.soft_cap is not None:
+            raise ValueError(
+                "torch attention has neither a sliding window nor a soft cap: use the triton backend"
+            )
         self._shape = shape
         self._block_size = block_size
         self._zero_slot = num_blocks * block_size
@@ -90,11 +100,19 @@ class TorchAttention:
         self._fold_rows = self._fold + -self._fold % ROW_MULTIPLE
         self._scratch = torch.empty(0, dtype=shape.dtype)
 
-    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (num_blocks * self._block_size + 1, 2 * self._shape.kv_size)
-
-    def reset_kv(self, kv: Tensor) -> None:
+    def allocate_kv(self, num_blocks: int) -> Tensor:
+        """(slots + 1, 2 * kv_size), the last slot zero."""
+        size = (num_blocks * self._block_size + 1, 2 * self._shape.kv_size)
+        kv = torch.empty(size, dtype=self._shape.dtype)
         kv[-1].zero_()
+        return kv
+
+    def kv_bytes_per_block(self) -> int:
+        return self._block_size * 2 * self._shape.kv_size * self._shape.dtype.itemsize
+
+    def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
+        by_block = kv[:-1].view(-1, self._block_size * kv.shape[1])
+        by_block.index_copy_(0, target, by_block.index_select(0, source))
 
     # ------------------------------------------------------------------ once per step
 
@@ -184,12 +202,17 @@ class TorchAttention:
 
     # ------------------------------------------------------------------ once per layer
 
-    def write_kv(self, kv_TC: Tensor, kv: Tensor, plan: TorchPlan) -> None:
-        kv.index_copy_(0, plan.write_slot, kv_TC[: plan.num_tokens])
+    def rotate_and_write(
+        self, qkv_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: Tensor, plan: TorchPlan
+    ) -> None:
+        shape = self._shape
+        rotate_merged_(qkv_TC, shape.num_heads + shape.num_kv_heads, cos_T1D, sin_T1D)
+        kv.index_copy_(0, plan.write_slot, qkv_TC[: plan.num_tokens, shape.q_size :])
 
-    def forward(self, q_THD: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
-        width = self._shape.num_heads * self._shape.head_dim
-        out_TW = q_THD.new_empty(plan.num_rows, width)
+    def forward(self, qkv_TC: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
+        shape = self._shape
+        q_THD = qkv_TC[:, : shape.q_size].view(plan.num_rows, shape.num_heads, shape.head_dim)
+        out_TW = qkv_TC.new_empty(plan.num_rows, shape.q_size)
         out_TW[plan.num_tokens :].zero_()
         for group in plan.groups:
             self._attend_group(q_THD, kv, group, out_TW)

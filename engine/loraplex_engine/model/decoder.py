@@ -20,7 +20,7 @@ from loraplex_engine.attention.base import AttentionBackend, AttentionShape
 from loraplex_engine.lora.seam import LoraBackend, LoraBatch
 from loraplex_engine.model.config import ModelConfig
 from loraplex_engine.model.linear import ROW_MULTIPLE, Linear
-from loraplex_engine.model.rope import RotaryTable, rotate_
+from loraplex_engine.model.rope import RotaryTable
 
 # Elementwise kernels work on vectors of at most this many numbers and finish the rest with scalar code
 # whose exp differs in the last bit; torch hands a thread at least _GRAIN numbers.
@@ -79,8 +79,8 @@ class Decoder:
         token_T: Tensor,
         position_T: Tensor,
         *,
-        kv_layers: list[Tensor],
-        attention: AttentionBackend[Any],
+        kv_layers: list[Any],
+        attention: AttentionBackend[Any, Any],
         plan: Any,  # noqa: ANN401 -- made by `attention.prepare`, opaque here
         lora: LoraBackend | None,
         lora_batch: LoraBatch | None,
@@ -93,28 +93,24 @@ class Decoder:
         Returns:
             (T, hidden) before the final norm.
         """
-        config = self.config
+        eps = self.config.rms_norm_eps
         cos, sin = self._rotary.gather(position_T)
         hidden = self._embedding_VH.index_select(0, token_T).to(self.dtype)
         if lora is not None and lora_batch is not None:
             lora.add_embedding(hidden, token_T, lora_batch)
-        rotated_heads = config.num_heads + config.num_kv_heads
-        rotated_size = config.q_size + config.kv_size
         for index, layer in enumerate(self.layers):
-            x = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            x = rms_norm(hidden, layer.input_norm, eps)
             qkv = layer.qkv(x)
             if lora is not None and lora_batch is not None:
                 lora.add(qkv, x, index, "qkv", lora_batch)
-            rotate_(split_heads(qkv[:, :rotated_size], rotated_heads), cos, sin)
-            attention.write_kv(qkv[:, config.q_size :], kv_layers[index], plan)
-            q = split_heads(qkv[:, : config.q_size], config.num_heads)
-            x = attention.forward(q, kv_layers[index], plan)
+            attention.rotate_and_write(qkv, cos, sin, kv_layers[index], plan)
+            x = attention.forward(qkv, kv_layers[index], plan)
             y = layer.o(x)
             if lora is not None and lora_batch is not None:
                 lora.add(y, x, index, "o", lora_batch)
             hidden += y
 
-            x = rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
+            x = rms_norm(hidden, layer.mlp_norm, eps)
             gate_up = layer.gate_up(x)
             if lora is not None and lora_batch is not None:
                 lora.add(gate_up, x, index, "gate_up", lora_batch)
@@ -147,11 +143,6 @@ class Decoder:
         if lora is not None and lora_batch is not None:
             lora.add_head(logits_RV, x[:num_rows], lora_batch)
         return logits_RV
-
-
-def split_heads(x_TC: Tensor, num_heads: int) -> Tensor:
-    """(T, num_heads, D), a view even where `x_TC` is a slice of columns."""
-    return x_TC.view(x_TC.shape[0], num_heads, -1)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

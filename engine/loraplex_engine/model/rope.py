@@ -36,3 +36,10 @@ def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
     swapped = x_THD.view(num_tokens, num_heads, 2, head_dim // 2).flip(-2).view(x_THD.shape)
     swapped.mul_(sin_T1D)
     x_THD.mul_(cos_T1D).add_(swapped)
+
+
+def rotate_merged_(qkv_TC: Tensor, num_heads: int, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
+    """Rotate the first `num_heads` heads of a merged projection in place; D is that of the tables."""
+    num_tokens, head_dim = qkv_TC.shape[0], cos_T1D.shape[-1]
+    x_THD = qkv_TC[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+    rotate_(x_THD, cos_T1D, sin_T1D)
