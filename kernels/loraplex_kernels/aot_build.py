@@ -1,4 +1,4 @@
-"""Compiles one `AotCase` and looks at what came out: no GPU is needed, ptxas comes with Triton.
+"""Compiles one group of cases and looks at what came out: no GPU is needed, ptxas comes with Triton.
 
 Read from the build: registers and spills (cuobjdump on the cubin), shared memory (Triton's metadata), tensor-core
 instructions and 16-byte accesses (the PTX).
@@ -7,8 +7,10 @@ instructions and 16-byte accesses (the PTX).
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.aot_registry import Group
 from loraplex_kernels.roofline import PEAKS
 from loraplex_kernels.support import ARCHITECTURES
 
@@ -49,47 +52,74 @@ class Built:
     bytes_moved: int
     flops: int
     floor_us: float
+    cpu_s: float  # of the compilation; 0 in all rows of a binary but the first
     failures: list[str] = field(default_factory=list)
 
 
-def build(case: AotCase) -> Built:
-    """Compile and inspect. A compiler's refusal is a failure of the result, not an exception."""
-    support = ARCHITECTURES[case.arch]
+def build(group: Group) -> list[Built]:
+    """Compile once and inspect: a row for every shape of the group.
+
+    A compiler's refusal is a failure of the rows, not an exception.
+    """
+    first = group.cases[0]
     registers = shared_bytes = spills = 0
     failures: list[str] = []
+    started_s = _cpu_s()
     try:
-        compiled = _compile(case, support.capability)
+        compiled = _compile(first, ARCHITECTURES[first.arch].capability)
     except Exception as error:  # noqa: BLE001 -- whatever the compiler raises is the finding
         failures.append(f"does not compile: {type(error).__name__}: {_last_line(error)}")
     else:
         shared_bytes = int(compiled.metadata.shared)
         registers, spills = _resources(compiled.asm["cubin"])
-        failures += _find_faults(case, compiled.asm["ptx"], shared_bytes, spills)
-    peak = PEAKS[case.arch]
-    return Built(
-        kernel=case.kernel,
-        arch=case.arch,
-        dtype=case.dtype,
-        plan=case.plan.label,
-        config={
-            **case.constexprs,
-            "num_warps": case.plan.num_warps,
-            "num_stages": case.plan.num_stages,
-        },
-        shape=case.shape,
-        registers=registers,
-        shared_bytes=shared_bytes,
-        spills=spills,
-        bytes_moved=case.bytes_moved,
-        flops=case.flops,
-        floor_us=peak.floor_us(
-            bytes_moved=case.bytes_moved,
-            flops=case.flops,
-            dtype=case.dtype,
-            on_tensor_cores=case.needs is not None,
-        ),
-        failures=failures,
-    )
+        failures += _find_faults(first, compiled.asm["ptx"], shared_bytes, spills)
+    cpu_s = _cpu_s() - started_s
+    by_shape: dict[str, list[AotCase]] = {}
+    for case in group.cases:
+        by_shape.setdefault(case.shape, []).append(case)
+    return [
+        Built(
+            kernel=first.kernel,
+            arch=first.arch,
+            dtype=first.dtype,
+            plan=_join_labels([case.plan.label for case in cases]),
+            config={
+                **first.constexprs,
+                "num_warps": first.plan.num_warps,
+                "num_stages": first.plan.num_stages,
+            },
+            shape=shape,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            spills=spills,
+            bytes_moved=cases[0].bytes_moved,
+            flops=cases[0].flops,
+            floor_us=PEAKS[first.arch].floor_us(
+                bytes_moved=cases[0].bytes_moved,
+                flops=cases[0].flops,
+                dtype=first.dtype,
+                on_tensor_cores=first.needs is not None,
+            ),
+            cpu_s=0.0 if index else cpu_s,
+            failures=list(failures),
+        )
+        for index, (shape, cases) in enumerate(by_shape.items())
+    ]
+
+
+def _join_labels(labels: list[str]) -> str:
+    """["fast: decode", "invariant: decode"] -> "fast+invariant: decode"."""
+    columns: dict[str, list[str]] = {}
+    for label in dict.fromkeys(labels):
+        column, _, when = label.partition(": ")
+        columns.setdefault(when, []).append(column)
+    return " | ".join(f"{'+'.join(names)}: {when}" for when, names in columns.items())
+
+
+def _cpu_s() -> float:
+    """Of this process and the compilers it started."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _compile(case: AotCase, capability: int) -> Any:  # noqa: ANN401 -- triton.compiler.CompiledKernel

@@ -100,3 +100,59 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     x = x_TH.double()
     normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (normed.to(x_TH.dtype).double() * weight_H.double()).to(x_TH.dtype)
+
+
+def head_norm(
+    qkv_TC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    eps: float,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """`rms_norm` of each of the first heads with q's weight, of each of the next with k's; the rest as it is.
+
+    Shapes: T rows, C columns, D head width.
+    Args:
+        qkv_TC: (T, C) bf16, fp16 or fp32; not changed.   q_weight_D, k_weight_D: (D,), dtype of qkv.
+    Returns:
+        (T, C), dtype of qkv.
+    """
+    num_tokens, head_dim = qkv_TC.shape[0], q_weight_D.shape[0]
+    result_TC = qkv_TC.clone()
+    for head in range(num_q_heads + num_kv_heads):
+        columns = slice(head * head_dim, (head + 1) * head_dim)
+        weight_D = q_weight_D if head < num_q_heads else k_weight_D
+        result_TC[:, columns] = rms_norm(qkv_TC[:, columns], weight_D, eps).view(num_tokens, -1)
+    return result_TC
+
+
+def gated(gate_up_TI: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, rounded after act and after the product.
+
+    Shapes: T rows, I inner width.
+    Args:
+        gate_up_TI: (T, 2 * I) bf16, fp16 or fp32, gate first.   activation: "silu" or "gelu_tanh".
+    Returns:
+        (T, I), dtype of gate_up.
+    """
+    gate, up = gate_up_TI.double().chunk(2, dim=-1)
+    if activation == "silu":
+        activated = gate * torch.sigmoid(gate)
+    else:
+        activated = torch.nn.functional.gelu(gate, approximate="tanh")
+    return (activated.to(gate_up_TI.dtype).double() * up).to(gate_up_TI.dtype)
+
+
+def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x W^T + b, rounded once.
+
+    Shapes: M rows, K inputs, N outputs.
+    Args:
+        x_MK: (M, K) bf16, fp16 or fp32.   weight_NK: (N, K), bias_N: (N,) or None, dtype of x.
+    Returns:
+        (M, N), dtype of x.
+    """
+    y_MN = x_MK.double() @ weight_NK.double().T
+    return (y_MN if bias_N is None else y_MN + bias_N.double()).to(x_MK.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,7 +55,13 @@ def _rms_norm(
 
 
 def rms_norm(
-    x_TH: Tensor, weight_H: Tensor, eps: float, plan: Plan, *, residual_TH: Tensor | None = None
+    x_TH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    plan: Plan,
+    *,
+    residual_TH: Tensor | None = None,
+    out_TH: Tensor | None = None,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, in fp32 up to the multiplication by the weight.
 
@@ -67,6 +72,7 @@ def rms_norm(
         x_TH: (T, H) bf16, fp16 or fp32; the last dimension contiguous.
         weight_H: (H,) contiguous, dtype of x.
         residual_TH: (T, H), dtype of x, last dimension contiguous; changed in place.
+        out_TH: (T, H) contiguous, dtype of x, to be overwritten; None: a new one.
     Returns:
         (T, H) contiguous, dtype of x.
     Raises:
@@ -75,7 +81,13 @@ def rms_norm(
     """
     _check(x_TH, weight_H, residual_TH)
     num_rows, width = x_TH.shape
-    out_TH = torch.empty((num_rows, width), dtype=x_TH.dtype, device=x_TH.device)
+    if out_TH is None:
+        out_TH = x_TH.new_empty((num_rows, width))
+    elif out_TH.shape != x_TH.shape or out_TH.dtype != x_TH.dtype or not out_TH.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out_TH.shape)} {out_TH.dtype}, strides {out_TH.stride()}, "
+            f"not {tuple(x_TH.shape)} {x_TH.dtype} contiguous"
+        )
     if num_rows:
         residual = x_TH if residual_TH is None else residual_TH
         _rms_norm[(num_rows,)](

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from loraplex_kernels.interpreter import mend_interpreter
+
 # Model dtypes that a kernel computes in; KV dtypes that it may read and write beside them.
 ModelDtype = Literal["bf16", "fp16", "fp32"]
 KvDtype = Literal["bf16", "fp16", "fp32", "int8", "fp8"]
@@ -144,3 +146,7 @@ def dtype_size(dtype: str) -> int:
 def is_interpreted() -> bool:
     """Whether Triton runs kernels in numpy (TRITON_INTERPRET=1), where CPU tensors are taken."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+if is_interpreted():
+    mend_interpreter()
