@@ -6,7 +6,6 @@ Checks values, not types: frames were typed when they were decoded.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from loraplex_engine.errors import InvalidRequestError, NeverFitsError
@@ -22,9 +21,9 @@ from loraplex_engine.protocol import (
     MIN_WEIGHT,
     Generate,
     SamplingParams,
+    is_adapter_digest,
 )
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")  # it becomes a path in the adapter store
 _INT32_MAX = 2**31 - 1
 MAX_TEMPERATURE = 100.0  # all but uniform; the arithmetic is in float32
 MAX_PENALTY = 2.0  # presence and frequency; OpenAI's range
@@ -76,7 +75,8 @@ def check_request(
             f"n is {generate.sampling.n}: this replica queues at most {max_waiting} choices"
         )
     digest = generate.adapter_digest
-    if digest is not None and _DIGEST.fullmatch(digest) is None:
+    # It becomes a path in the adapter store.
+    if digest is not None and not is_adapter_digest(digest):
         raise InvalidRequestError("adapter_digest is not 'sha256:' and 64 lower-case hex digits")
     if abs(generate.priority) > _INT32_MAX:
         raise InvalidRequestError(f"priority is {generate.priority}: it must fit 32 bits")

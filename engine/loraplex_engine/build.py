@@ -20,7 +20,7 @@ from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
-from loraplex_engine.errors import AdapterUnavailableError, ConfigError
+from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
 from loraplex_engine.fingerprint import fingerprint_model
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
@@ -90,15 +90,20 @@ class AssembledEngine:
             self.lora.pool.prefetch(digest)
 
     def pin(self, digest: str) -> None:
-        """Keep an adapter in host memory. Raises `ValueError`: too many are pinned, or there is no store."""
+        """Keep an adapter in host memory. Raises `PinRefusedError`."""
         if self.lora is None:
-            raise ValueError("there is no adapter store: start with --store-url")
+            raise PinRefusedError("no_store", "there is no adapter store: start with --store-url")
         self.lora.pool.pin(digest)
 
     def unpin(self, digest: str) -> None:
         """Let an adapter be evicted like any other."""
         if self.lora is not None:
             self.lora.pool.unpin(digest)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Digests that are kept."""
+        return self.lora.pool.pinned if self.lora is not None else frozenset()
 
     def tidy(self) -> None:
         """Let idle adapters go."""
@@ -171,7 +176,7 @@ def assemble_engine(
             )
             for digest in config.pinned_adapters:
                 lora.pool.pin(digest)
-        except ValueError as error:
+        except (ValueError, PinRefusedError) as error:
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
     attention = open_attention(
         model.attention_shape,

@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loraplex_engine.errors import EngineError
+from loraplex_engine.errors import EngineError, PinRefusedError
 from loraplex_engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -39,6 +39,8 @@ from loraplex_engine.protocol import (
     Hello,
     JournalQuery,
     JournalReply,
+    PinAdapter,
+    PinReply,
     PrefetchAdapter,
     RejectCode,
     Rejected,
@@ -46,6 +48,7 @@ from loraplex_engine.protocol import (
     StatsReply,
     StepFrame,
     TokenEvent,
+    UnpinAdapter,
     UsageQuery,
     UsageReply,
     Welcome,
@@ -68,7 +71,9 @@ _RETRY_S, _MAX_RETRY_S = 0.05, 2.0  # between connections; doubles while they fa
 _REST_MS = 20  # how long a lost connection may stay quiet before it is closed
 
 Attempt = tuple[str, int]  # (request_id, attempt)
-Reply = TypeVar("Reply", bound=StatsReply | UsageReply | JournalReply)
+Query = StatsQuery | UsageQuery | JournalQuery | PinAdapter | UnpinAdapter
+AnyReply = StatsReply | UsageReply | JournalReply | PinReply
+Reply = TypeVar("Reply", bound=AnyReply)
 
 
 class EngineRejectedError(EngineError):
@@ -187,7 +192,7 @@ class EngineClient:
         self._runner: asyncio.Task[None] | None = None
         self._welcomed = asyncio.Event()
         self._streams: dict[Attempt, EngineStream] = {}
-        self._queries: dict[int, asyncio.Future[StatsReply | UsageReply | JournalReply]] = {}
+        self._queries: dict[int, asyncio.Future[AnyReply]] = {}
         self._query_ids = itertools.count(1)
         self._lost_reason = "not connected yet"
         self._heard_at = 0.0
@@ -305,6 +310,27 @@ class EngineClient:
         with contextlib.suppress(EngineLostError):
             self._send(PrefetchAdapter(adapter_digest=digest))
 
+    async def pin(self, digest: str, timeout_s: float = QUERY_TIMEOUT_S) -> list[str]:
+        """Have the replica load an adapter and keep it in host memory until `unpin` or its end.
+
+        Returns when the replica has taken note, not when the load is done: `PinReply`. After a restart it
+        knows nothing of it.
+
+        Returns:
+            All digests that it keeps now.
+
+        Raises:
+            PinRefusedError: with the reason as its `code`.
+            EngineLostError: no answer in time; or from a replica that is too old to know this message.
+        """
+        query = PinAdapter(query_id=next(self._query_ids), adapter_digest=digest)
+        return _pinned(await self._ask(query, PinReply, timeout_s))
+
+    async def unpin(self, digest: str, timeout_s: float = QUERY_TIMEOUT_S) -> list[str]:
+        """Undo `pin`; not pinned: no-op. Returns and raises as that does."""
+        query = UnpinAdapter(query_id=next(self._query_ids), adapter_digest=digest)
+        return _pinned(await self._ask(query, PinReply, timeout_s))
+
     async def stats(self, timeout_s: float = QUERY_TIMEOUT_S) -> EngineStats:
         """A snapshot of the replica. Raises `EngineLostError` when it does not answer in time."""
         reply = await self._ask(StatsQuery(query_id=next(self._query_ids)), StatsReply, timeout_s)
@@ -335,12 +361,8 @@ class EngineClient:
         if error is not None:
             raise EngineLostError(f"{self.address}: cannot send ({error}).") from error
 
-    async def _ask(
-        self, query: StatsQuery | UsageQuery | JournalQuery, kind: type[Reply], timeout_s: float
-    ) -> Reply:
-        future: asyncio.Future[StatsReply | UsageReply | JournalReply] = (
-            asyncio.get_running_loop().create_future()
-        )
+    async def _ask(self, query: Query, kind: type[Reply], timeout_s: float) -> Reply:
+        future: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
         self._send(query)
         self._queries[query.query_id] = future
         try:
@@ -502,7 +524,7 @@ class EngineClient:
                     )
             case Welcome():
                 return self._note_welcome(message)
-            case StatsReply() | UsageReply() | JournalReply():
+            case StatsReply() | UsageReply() | JournalReply() | PinReply():
                 future = self._queries.get(message.query_id)
                 if future is not None and not future.done():
                     future.set_result(message)
@@ -546,6 +568,12 @@ class EngineClient:
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(EngineLostError(error_text))
+
+
+def _pinned(reply: PinReply) -> list[str]:
+    if reply.refusal is not None:
+        raise PinRefusedError(reply.refusal, reply.message)
+    return reply.pinned
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from loraplex_engine.protocol import RejectCode
+from loraplex_engine.protocol import PinRefusal, RejectCode
 
 
 class EngineError(Exception):
@@ -69,3 +69,11 @@ class AdapterInvalidError(RequestRejectedError):
     """The stored adapter does not match its digest, or does not fit this base model or its caps."""
 
     code = "adapter_invalid"
+
+
+class PinRefusedError(EngineError):
+    """An adapter cannot be pinned; nothing was pinned or let go for it."""
+
+    def __init__(self, code: PinRefusal, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -30,7 +30,7 @@ import structlog
 import zmq
 
 from loraplex_engine.endpoint import Endpoint
-from loraplex_engine.errors import QueueFullError
+from loraplex_engine.errors import PinRefusedError, QueueFullError
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     GATEWAY_TIMEOUT_S,
@@ -46,6 +46,9 @@ from loraplex_engine.protocol import (
     JournalEntry,
     JournalQuery,
     JournalReply,
+    PinAdapter,
+    PinRefusal,
+    PinReply,
     PrefetchAdapter,
     RejectCode,
     Rejected,
@@ -53,17 +56,20 @@ from loraplex_engine.protocol import (
     StatsReply,
     StepFrame,
     TokenEvent,
+    UnpinAdapter,
     Usage,
     UsageQuery,
     UsageReply,
     Welcome,
     decode_from_gateway,
     encode,
+    is_adapter_digest,
 )
 from loraplex_engine.step_loop import (
     Admitted,
     Failed,
     Output,
+    Pin,
     Poisoned,
     ReplicaFacts,
     Started,
@@ -76,6 +82,7 @@ log = structlog.get_logger(__name__)
 POLL_MS = 250
 MAX_FRAMES_PER_TURN = 512  # then events get their turn
 MAX_JOURNAL_PAGE = 2000
+MAX_PINS_UNDER_WAY = 64  # more would only pile up in a long step
 NUM_CUT_OFF_REMEMBERED = 4096
 RETRY_AFTER_S = 1.0
 
@@ -167,6 +174,7 @@ class GatewayPort:
         self._gateways: dict[bytes, _Gateway] = {}
         self._cut_off: dict[bytes, None] = {}  # identities that we no longer answer, oldest first
         self._live: dict[Attempt, _Live] = {}
+        self._num_pins = 0  # that the step loop has not answered
         self._outbox: deque[Output | Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_stopping = False
@@ -298,6 +306,8 @@ class GatewayPort:
             case PrefetchAdapter():
                 if self.facts is not None:
                     self._submit(message)
+            case PinAdapter() | UnpinAdapter():
+                self._take_pin(identity, message)
             case StatsQuery():
                 stats = self._latest_stats()
                 if stats is not None:
@@ -312,6 +322,35 @@ class GatewayPort:
                     entries=self._journal.read(max(message.after_seq, 0), limit),
                 )
                 self._send(identity, reply)
+
+    def _take_pin(self, identity: bytes, message: PinAdapter | UnpinAdapter) -> None:
+        def refuse(code: PinRefusal, text: str) -> None:
+            reply = PinReply(query_id=message.query_id, refusal=code, message=text)
+            self._send(identity, reply)
+
+        def answer(outcome: frozenset[str] | PinRefusedError) -> None:
+            self._enqueue(lambda: finish(outcome))  # from the loop's thread to this one
+
+        def finish(outcome: frozenset[str] | PinRefusedError) -> None:
+            self._num_pins -= 1
+            if identity not in self._gateways:
+                return
+            if isinstance(outcome, PinRefusedError):
+                refuse(outcome.code, str(outcome))
+            else:
+                reply = PinReply(query_id=message.query_id, pinned=sorted(outcome))
+                self._send(identity, reply)
+
+        if not is_adapter_digest(message.adapter_digest):
+            refuse("invalid_digest", "adapter_digest is not 'sha256:' and 64 lower-case hex digits")
+        elif self.facts is None or self.failure is not None:
+            refuse("not_ready", "the replica does not run steps")
+        elif self._num_pins >= MAX_PINS_UNDER_WAY:
+            refuse("busy", f"{self._num_pins} pins wait for a step to end")
+        else:
+            self._num_pins += 1
+            is_wanted = isinstance(message, PinAdapter)
+            self._submit(Pin(message.adapter_digest, is_wanted, answer))
 
     # ------------------------------------------------------------------ gateways
 

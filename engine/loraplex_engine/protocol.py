@@ -10,6 +10,7 @@ Units: times are seconds; `deadline_unix_s` is wall clock so that it means the s
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -117,6 +118,22 @@ class PrefetchAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch_a
     adapter_digest: str
 
 
+class PinAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="pin_adapter"):
+    """Load an adapter and keep it in host memory, whoever uses it, until `UnpinAdapter` or the replica's
+    end: the operator's word, which no tenant's share bounds. Answer: `PinReply`.
+    """
+
+    query_id: int
+    adapter_digest: str
+
+
+class UnpinAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unpin_adapter"):
+    """Let an adapter be evicted like any other. Not pinned: no-op. Answer: `PinReply`."""
+
+    query_id: int
+    adapter_digest: str
+
+
 class UsageQuery(msgspec.Struct, frozen=True, kw_only=True, tag="usage_query"):
     """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`."""
 
@@ -150,7 +167,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     gateway_id: str
 
 
-GatewayMessage = Generate | Abort | PrefetchAdapter | UsageQuery | JournalQuery | StatsQuery | Hello
+GatewayMessage = (
+    Generate
+    | Abort
+    | PrefetchAdapter
+    | PinAdapter
+    | UnpinAdapter
+    | UsageQuery
+    | JournalQuery
+    | StatsQuery
+    | Hello
+)
 
 GATEWAY_TIMEOUT_S = 15.0
 HEARTBEAT_S = 3.0
@@ -327,7 +354,33 @@ class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):
     stats: EngineStats
 
 
-EngineMessage = StepFrame | Rejected | Accepted | Welcome | UsageReply | JournalReply | StatsReply
+PinRefusal = Literal[
+    "invalid_digest",
+    "no_store",  # the replica serves the base model only
+    "too_many_pins",  # or everybody else would have fewer places than slots
+    "pins_too_large",  # or everybody else would have less than half of the bytes
+    "not_ready",  # it loads its model, or has stopped
+    "busy",  # too many of these wait for the step to end: ask again
+]
+
+
+class PinReply(msgspec.Struct, frozen=True, kw_only=True, tag="pin_reply"):
+    """Answer to `PinAdapter` and `UnpinAdapter`.
+
+    Without a `refusal` it is done; the load, if one is needed, goes on. One that fails is tried again, and
+    an adapter that turns out to be too large is let go: `EngineStats.adapters_pinned` and `adapters_host`
+    say what became of it.
+    """
+
+    query_id: int
+    pinned: list[str] = []  # digests, after this
+    refusal: PinRefusal | None = None
+    message: str = ""
+
+
+EngineMessage = (
+    StepFrame | Rejected | Accepted | Welcome | UsageReply | JournalReply | StatsReply | PinReply
+)
 
 
 # ---------------------------------------------------------------------------- replica registry
@@ -360,6 +413,14 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 REPLICA_KEY_PREFIX = "loraplex:replica:"
 REPLICA_TTL_S = 15
+
+_ADAPTER_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def is_adapter_digest(text: str) -> bool:
+    """Whether this is "sha256:" and 64 lower-case hex digits."""
+    return _ADAPTER_DIGEST.fullmatch(text) is not None
+
 
 _gateway_decoder = msgspec.msgpack.Decoder(GatewayMessage)
 _engine_decoder = msgspec.msgpack.Decoder(EngineMessage)

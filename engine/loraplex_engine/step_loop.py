@@ -21,7 +21,7 @@ from typing import Protocol
 
 import structlog
 
-from loraplex_engine.errors import RequestRejectedError
+from loraplex_engine.errors import PinRefusedError, RequestRejectedError
 from loraplex_engine.protocol import (
     Abort,
     EngineStats,
@@ -38,7 +38,20 @@ IDLE_WAIT_S = 0.5  # with nothing to do; a message ends the wait at once
 BLOCKED_WAIT_S = 0.005
 MAX_BEFORE_PREFETCH = 1024  # with so much queued, prefetches, which nobody waits for, are dropped
 
-Work = Generate | Abort | PrefetchAdapter
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Have an adapter kept, or not any more; `answer` is told on the loop's thread, and must not block.
+
+    answer: takes what is pinned then, or why it was refused.
+    """
+
+    digest: str
+    is_wanted: bool
+    answer: Callable[[frozenset[str] | PinRefusedError], None]
+
+
+Work = Generate | Abort | PrefetchAdapter | Pin
 
 
 class Core(Protocol):
@@ -94,6 +107,16 @@ class Engine(Protocol):
         ...
 
     def prefetch(self, digest: str) -> None: ...
+    def pin(self, digest: str) -> None:
+        """Raises `PinRefusedError`."""
+        ...
+
+    def unpin(self, digest: str) -> None: ...
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Digests that are kept."""
+        ...
+
     def tidy(self) -> None:
         """Called now and then while there is nothing to do."""
         ...
@@ -285,6 +308,13 @@ class StepLoop:
                 )
             case PrefetchAdapter():
                 engine.prefetch(work.adapter_digest)
+            case Pin():
+                try:
+                    (engine.pin if work.is_wanted else engine.unpin)(work.digest)
+                except PinRefusedError as refusal:
+                    work.answer(refusal)
+                else:
+                    work.answer(engine.pinned)
 
     def _admit(self, core: Core, request: Generate) -> None:
         try:

@@ -17,7 +17,7 @@ from loraplex_engine.block_events import TOPIC, BlockMirror, decode_batch
 from loraplex_engine.build import assemble_engine, build_engine
 from loraplex_engine.client import EngineClient, EngineRejectedError
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.errors import ConfigError, ModelError
+from loraplex_engine.errors import ConfigError, ModelError, PinRefusedError
 from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 from loraplex_engine.row_rule_verdict import recall_or_check
@@ -210,6 +210,27 @@ async def test_what_was_computed_is_found_billed_as_cached_and_published(
             mirror.apply(decode_batch(socket.recv_multipart()[1]))
     assert len(mirror.blocks) == 3 * 3
     assert {block.adapter_digest for block in mirror.blocks.values()} == {None, *digests[:2]}
+
+
+async def test_a_pin_at_run_time_loads_the_adapter_and_keeps_it(
+    replica: Replica, digests: list[str]
+) -> None:
+    """Three places and two slots: one pin, which whatever is asked for meanwhile does not evict."""
+    assert await replica.client.pin(digests[0]) == [digests[0]]
+    with pytest.raises(PinRefusedError, match="1 adapters can be pinned") as refused:
+        await replica.client.pin(digests[1])
+    assert refused.value.code == "too_many_pins"
+    async with asyncio.timeout(DEADLINE_S):
+        while digests[0] not in (await replica.client.stats()).adapters_host:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    for index, adapter in enumerate(digests[1:]):
+        await run(replica.client, make_request(f"beside-a-pin{index}", [5, 6], adapter, 2))
+
+    stats = await replica.client.stats()
+    assert stats.adapters_pinned == [digests[0]]
+    assert digests[0] in stats.adapters_host
+    assert await replica.client.unpin(digests[0]) == []
 
 
 async def test_adapters_that_are_missing_or_malformed(replica: Replica, folder: Path) -> None:

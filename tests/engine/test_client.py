@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
-from loraplex_engine.errors import EngineError
+from loraplex_engine.errors import EngineError, PinRefusedError
 from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams, TokenEvent
 
 from tests.support.fake_engine import FakeEngine, Script
@@ -276,6 +276,22 @@ async def test_stats_journal_and_prefetch(engine: FakeEngine, client: EngineClie
     assert page.journal_id == engine.journal_id
     assert [entry.request_id for entry in page.entries] == ["b"]
     assert engine.received_of(PrefetchAdapter)
+
+
+async def test_pins_say_what_is_kept_or_why_not(engine: FakeEngine, client: EngineClient) -> None:
+    first, second = ("sha256:" + digit * 64 for digit in "12")
+
+    assert await client.pin(first) == [first]
+    assert await client.pin(second) == [first, second]
+    assert await client.unpin(first) == [second]
+
+    engine.pin_refusal = "too_many_pins"
+    with pytest.raises(PinRefusedError) as refused:
+        await client.pin(first)
+    assert refused.value.code == "too_many_pins"
+    engine.is_mute = True
+    with pytest.raises(EngineLostError, match="no answer"):
+        await client.pin(first, timeout_s=0.05)
 
 
 async def test_garbage_from_the_replica_is_a_loss_not_a_crash(tmp_path: Path) -> None:

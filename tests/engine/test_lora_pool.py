@@ -26,7 +26,11 @@ from loraplex_engine.artifact import (
     ModelShape,
     read_adapter,
 )
-from loraplex_engine.errors import AdapterInvalidError, AdapterUnavailableError
+from loraplex_engine.errors import (
+    AdapterInvalidError,
+    AdapterUnavailableError,
+    PinRefusedError,
+)
 from loraplex_engine.lora.pool import WANTED_GRACE_S, LoraPool
 from loraplex_engine.lora.weights import pack_native
 
@@ -462,7 +466,7 @@ class PoolMachine(RuleBasedStateMachine):
         if pinned in ((), (digest,)):
             self.pool.pin(digest)
         else:
-            with pytest.raises(ValueError, match="1 adapters can be pinned"):
+            with pytest.raises(PinRefusedError, match="1 adapters can be pinned"):
                 self.pool.pin(digest)
 
     @rule(index=st.integers(0, 7))

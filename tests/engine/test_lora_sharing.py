@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from loraplex_engine.artifact import AdapterArtifact, AdapterLimits, AdapterStore
-from loraplex_engine.errors import AdapterInvalidError
+from loraplex_engine.errors import AdapterInvalidError, PinRefusedError
 from loraplex_engine.lora.disk_cache import PARTIAL_AGE_S, DiskCache
 from loraplex_engine.lora.load_queue import MAX_QUEUED, LoadQueue
 from loraplex_engine.lora.pool import ACTIVE_S, WANTED_GRACE_S, LoraPool
@@ -361,8 +361,14 @@ def test_pins_leave_the_slots_their_places(make_world: MakeWorld) -> None:
     world.pool.pin(world.digests[1])
     world.pool.pin(world.digests[1])
 
-    with pytest.raises(ValueError, match="2 adapters can be pinned"):
+    with pytest.raises(PinRefusedError, match="2 adapters can be pinned") as refused:
         world.pool.pin(world.digests[2])
+
+    assert refused.value.code == "too_many_pins"
+    assert world.pool.pinned == {*world.digests[:2]}
+    world.pool.unpin(world.digests[0])
+    world.pool.pin(world.digests[2])
+    assert world.pool.pinned == {*world.digests[1:3]}
 
 
 def test_pins_leave_half_of_the_bytes_to_others(make_world: MakeWorld) -> None:
@@ -373,6 +379,20 @@ def test_pins_leave_half_of_the_bytes_to_others(make_world: MakeWorld) -> None:
 
     assert world.pool.stats().pinned == (world.digests[0],)
     assert world.host == {*world.digests[:2]}, "the second is there, but like any other"
+
+
+def test_a_pin_of_what_is_here_is_refused_at_once_if_it_is_too_large(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(max_cpu_lora_bytes=3000)
+    world.load("a", *world.digests[:2])
+    world.pool.pin(world.digests[0])
+
+    with pytest.raises(PinRefusedError, match="half of max_cpu_lora_bytes") as refused:
+        world.pool.pin(world.digests[1])
+
+    assert refused.value.code == "pins_too_large"
+    assert world.pool.pinned == {world.digests[0]}
 
 
 def test_a_pin_that_failed_is_tried_again(make_world: MakeWorld, tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from loraplex_engine.block_events import TOPIC, decode_batch
 from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
-from loraplex_engine.errors import ConfigError, ModelError
+from loraplex_engine.errors import ConfigError, ModelError, PinRefusedError
+from loraplex_engine.gateway_port import MAX_PINS_UNDER_WAY
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     PROTOCOL_VERSION,
@@ -562,6 +563,61 @@ async def test_what_a_gateway_repeats_does_not_pile_up_in_a_long_step(
     assert inbox.qsize() <= MAX_BEFORE_PREFETCH + 1
     replica.engine.executor.flowing.set()
     assert (await read_all(stream))[1].finish_reason == "abort"
+
+
+async def test_adapters_are_pinned_and_let_go_while_the_replica_serves(
+    replica: Replica, client: EngineClient
+) -> None:
+    stream = await client.generate(make_request(max_tokens=1900))
+
+    assert await client.pin(DIGESTS[0]) == [DIGESTS[0]]
+    assert await client.pin(DIGESTS[1]) == DIGESTS[:2]
+    await eventually(lambda: replica.server._loop.stats.adapters_pinned == DIGESTS[:2])  # type: ignore[union-attr]
+    assert (await client.stats()).adapters_pinned == DIGESTS[:2]
+
+    with pytest.raises(PinRefusedError, match="2 adapters") as refused:
+        await client.pin(DIGESTS[2])
+    assert refused.value.code == "too_many_pins"
+    with pytest.raises(PinRefusedError) as refused:
+        await client.pin("sha256:../../etc/passwd")
+    assert refused.value.code == "invalid_digest"
+
+    assert await client.unpin(DIGESTS[0]) == [DIGESTS[1]]
+    assert await client.unpin(DIGESTS[0]) == [DIGESTS[1]], "not pinned: nothing to do"
+    stream.abort()
+    await read_all(stream)
+
+
+async def test_pins_do_not_pile_up_in_a_long_step(replica: Replica, client: EngineClient) -> None:
+    stream = await client.generate(make_request(max_tokens=1900))
+    replica.engine.executor.flowing.clear()
+    await eventually(replica.server._loop._inbox.empty)
+    digests = [f"sha256:{i:064x}" for i in range(MAX_PINS_UNDER_WAY + 3)]
+
+    answers = [asyncio.create_task(client.pin(digest, DEADLINE_S)) for digest in digests]
+    await eventually(lambda: sum(answer.done() for answer in answers) == 3)
+    replica.engine.executor.flowing.set()
+    outcomes = await asyncio.gather(*answers, return_exceptions=True)
+
+    codes = [getattr(outcome, "code", None) for outcome in outcomes]
+    assert codes[:2] == [None, None]
+    assert codes.count("busy") == 3
+    assert codes.count("too_many_pins") == MAX_PINS_UNDER_WAY - 2
+    assert await client.unpin(digests[0]) == [digests[1]], "all were answered: there is room again"
+    stream.abort()
+    await read_all(stream)
+
+
+async def test_a_replica_that_loads_its_model_refuses_pins(folder: Path) -> None:
+    gate = threading.Event()
+    async with run_replica(folder, build_gate=gate) as replica:
+        async with EngineClient(replica.address, gateway_id="g") as client:
+            await client.connect()
+            with pytest.raises(PinRefusedError) as refused:
+                await client.pin(DIGESTS[0])
+            assert refused.value.code == "not_ready"
+        gate.set()
+        await eventually(lambda: replica.server._facts is not None)
 
 
 async def test_choices_stream_side_by_side_and_one_can_be_stopped(

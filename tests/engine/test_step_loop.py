@@ -47,6 +47,7 @@ class LoopEngine:
     fakes: FakeEngine
     facts: ReplicaFacts = FACTS
     num_stats: int = 0
+    pinned: frozenset[str] = frozenset()
 
     @property
     def core(self) -> EngineCore:
@@ -56,6 +57,12 @@ class LoopEngine:
         pass
 
     def prefetch(self, digest: str) -> None:
+        pass
+
+    def pin(self, digest: str) -> None:
+        pass
+
+    def unpin(self, digest: str) -> None:
         pass
 
     def tidy(self) -> None:

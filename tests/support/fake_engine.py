@@ -45,6 +45,9 @@ from loraplex_engine.protocol import (
     JournalEntry,
     JournalQuery,
     JournalReply,
+    PinAdapter,
+    PinRefusal,
+    PinReply,
     PrefetchAdapter,
     RejectCode,
     Rejected,
@@ -53,6 +56,7 @@ from loraplex_engine.protocol import (
     StepFrame,
     TokenEvent,
     TokenLogprobs,
+    UnpinAdapter,
     Usage,
     UsageQuery,
     UsageReply,
@@ -151,6 +155,8 @@ class FakeEngine:
         self.vocab_size = vocab_size
         self.is_ready = True
         self.is_draining = False
+        self.pinned: frozenset[str] = frozenset()
+        self.pin_refusal: PinRefusal | None = None
         self.is_mute = False  # True: receives, and answers nothing, not even heartbeats
         self.incarnation = ""
         self.journal_id = uuid.uuid4().hex
@@ -279,6 +285,17 @@ class FakeEngine:
                 )
             case PrefetchAdapter():
                 pass
+            case PinAdapter() | UnpinAdapter():
+                digest = message.adapter_digest
+                self.pinned |= {digest}
+                if isinstance(message, UnpinAdapter):
+                    self.pinned -= {digest}
+                reply = PinReply(query_id=message.query_id, pinned=sorted(self.pinned))
+                if self.pin_refusal is not None:
+                    reply = PinReply(
+                        query_id=message.query_id, refusal=self.pin_refusal, message="no"
+                    )
+                await self._send(identity, reply)
 
     async def _admit(self, identity: bytes, request: Generate) -> None:
         script = self.script_for(request) if self.script_for is not None else self.script

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.core import EngineCore, build_core
-from loraplex_engine.errors import AdapterUnavailableError
+from loraplex_engine.errors import AdapterUnavailableError, PinRefusedError
 from loraplex_engine.protocol import EngineStats
 from loraplex_engine.request import BlockReason
 from loraplex_engine.server import EngineServer
@@ -32,6 +32,7 @@ EOS_ID = 0
 BOMB_ID = 666  # a prompt that starts with it makes the step raise
 NAN_ID = 667  # ... or its logits not finite
 HANG_ID = 668  # ... or the step never end
+MAX_PINS = 2
 UNKNOWN_DIGEST = "sha256:" + "0" * 64
 
 
@@ -113,6 +114,7 @@ class FakeReplicaEngine:
     def __init__(self, config: EngineConfig, step_s: float = 0.0, num_blocks: int = 256) -> None:
         self.executor = FakeExecutor(step_s)
         self.num_tidied = 0
+        self.pinned: frozenset[str] = frozenset()
         self.adapters = FakeAdapters()
         self.core: EngineCore = build_core(
             config,
@@ -137,11 +139,20 @@ class FakeReplicaEngine:
     def prefetch(self, digest: str) -> None:
         self.adapters.prefetch(digest)
 
+    def pin(self, digest: str) -> None:
+        if len(self.pinned) == MAX_PINS:
+            raise PinRefusedError("too_many_pins", f"{MAX_PINS} adapters can be pinned")
+        self.pinned |= {digest}
+
+    def unpin(self, digest: str) -> None:
+        self.pinned -= {digest}
+
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(
             self.core.stats(),
             adapters_resident=list(self.adapters.slots),
             adapters_host=list(self.adapters.slots),
+            adapters_pinned=sorted(self.pinned),
         )
 
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:

@@ -43,6 +43,7 @@ from loraplex_engine.artifact import (
 from loraplex_engine.errors import (
     AdapterInvalidError,
     AdapterUnavailableError,
+    PinRefusedError,
     RequestRejectedError,
 )
 from loraplex_engine.lora.disk_cache import DiskCache
@@ -286,6 +287,11 @@ class LoraPool(Generic[Packed]):
             self._trim()
 
     @property
+    def pinned(self) -> frozenset[str]:
+        """Digests that are kept, here or on their way."""
+        return frozenset(self._pinned)
+
+    @property
     def num_leases(self) -> int:
         """Leases not given back."""
         return self._num_leases
@@ -312,17 +318,28 @@ class LoraPool(Generic[Packed]):
         is loaded as any other.
 
         Raises:
-            ValueError: pins would leave fewer places than slots to everybody else.
+            PinRefusedError: pins would leave fewer places than slots to everybody else; or it is here
+                already, and they would leave less than half of the bytes.
         """
+        if digest not in self._pinned:
+            self._add_pin(digest)
+        self.prefetch(digest)
+
+    def _add_pin(self, digest: str) -> None:
         max_pins = self._capacity.places - len(self._slots)
-        if digest not in self._pinned and len(self._pinned) >= max_pins:
-            raise ValueError(
+        if len(self._pinned) >= max_pins:
+            raise PinRefusedError(
+                "too_many_pins",
                 f"{max_pins} adapters can be pinned: max_cpu_loras {self._capacity.places} less "
-                f"max_loras {len(self._slots)}"
+                f"max_loras {len(self._slots)}; unpin one or raise max_cpu_loras",
             )
         self._pinned.add(digest)
-        self._check_pinned_bytes(digest)
-        self.prefetch(digest)
+        if not self._check_pinned_bytes(digest):
+            raise PinRefusedError(
+                "pins_too_large",
+                "pinned adapters may take half of max_cpu_lora_bytes "
+                f"{self._capacity.size_bytes}: unpin one or raise it",
+            )
 
     def unpin(self, digest: str) -> None:
         """Let it be evicted like any other; not pinned: no-op."""
@@ -557,7 +574,8 @@ class LoraPool(Generic[Packed]):
             load_ms=round(loaded.load_s * 1e3),
         )
 
-    def _check_pinned_bytes(self, digest: str) -> None:
+    def _check_pinned_bytes(self, digest: str) -> bool:
+        """Whether an adapter may stay pinned, as far as its size is known; if not, it is not any more."""
         pinned = sum(self._host[pin].size_bytes for pin in self._pinned & self._host.keys())
         limit = self._capacity.size_bytes * (1 - _UNPINNED_BYTES)
         if digest in self._pinned and pinned > limit:
@@ -565,6 +583,8 @@ class LoraPool(Generic[Packed]):
             log.warning(
                 "adapter_pin_dropped", digest=digest, pinned_bytes=pinned, limit_bytes=int(limit)
             )
+            return False
+        return True
 
     def _remember_failure(self, digest: str, error: RequestRejectedError) -> None:
         now_s = self._clock()
