@@ -13,11 +13,17 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from loraplex_platform.gateway.errors import InvalidValueError, UnsupportedParameterError
+from loraplex_platform.gateway.schema_alternatives import Alternatives
+from loraplex_platform.gateway.schema_values import find_wrong_value
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 8192
 MAX_SCHEMA_BYTES = 128 * 1024
 _MAX_PATH_CHARS = 300
+_NOT_EXCLUSIVE: Final = (
+    "its schemas must exclude each other by type, by constants or by a required property; where a value"
+    " may match several of them, use 'anyOf'"
+)
 _NO_LOOKING: Final = "look-around, word boundaries and back-references are not supported"
 
 # Keywords that constrain, and that no grammar here can enforce.
@@ -92,22 +98,59 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
                 raise _unsupported(
                     path, keyword, f"the JSON schema keyword '{keyword}' is not supported"
                 )
+        wrong = find_wrong_value(place, schema)
+        if wrong is not None:
+            name = f"{path[-_MAX_PATH_CHARS:]}.{wrong[0]}"
+            raise InvalidValueError(f"Invalid value for '{name}': {wrong[1]}.", param=name)
         _check_values(place, path)
+    _check_sense(schema, param)
 
 
-def followable(schema: Any) -> Any:  # noqa: ANN401 - JSON
-    """A checked schema without keywords that ask for nothing and that the engine does not know."""
-    dropping = [
-        place
-        for _, place in _schemas(schema, "")
-        if isinstance(place, dict) and _asks_for_nothing(place, "uniqueItems")
-    ]
-    if not dropping:
+def _check_sense(schema: object, param: str) -> None:
+    """What depends on several keywords, all of which have been checked."""
+    alternatives = Alternatives(schema)
+    for path, place in _schemas(schema, param):
+        if not isinstance(place, dict):
+            continue
+        if "oneOf" in place and not alternatives.exclude_each_other(place["oneOf"]):
+            raise _unsupported(path, "oneOf", _NOT_EXCLUSIVE)
+    impossible = alternatives.impossible_place(schema, param)
+    if impossible is not None:
+        name = impossible[-_MAX_PATH_CHARS:]
+        raise InvalidValueError(f"'{name}' allows nothing.", param=name)
+
+
+def followable(schema: Any, *, is_strict: bool = True) -> Any:  # noqa: ANN401 - JSON
+    """A checked schema in the engine's words.
+
+    Without keywords that ask for nothing and that it does not know. If strict, with `anyOf` for `oneOf`:
+    its schemas were found to exclude each other, then it is the same; the engine itself sees that of few.
+    """
+
+    def is_odd(place: object) -> bool:
+        if not isinstance(place, dict):
+            return False
+        return _asks_for_nothing(place, "uniqueItems") or (is_strict and "oneOf" in place)
+
+    places = [place for _, place in _schemas(schema, "")]
+    if not any(map(is_odd, places)):
         return schema
+    # A reference to what is in a `oneOf` must find it there.
+    is_strict = is_strict and not any(
+        "/oneOf" in str(place.get("$ref", "")) for place in places if isinstance(place, dict)
+    )
     schema = copy.deepcopy(schema)
-    for _, place in _schemas(schema, ""):
-        if isinstance(place, dict) and _asks_for_nothing(place, "uniqueItems"):
+    for _, place in list(_schemas(schema, "")):
+        if not isinstance(place, dict):
+            continue
+        if _asks_for_nothing(place, "uniqueItems"):
             del place["uniqueItems"]
+        if is_strict and "oneOf" in place:
+            some = place.pop("oneOf")
+            if "anyOf" in place:
+                place["allOf"] = [*place.get("allOf", ()), {"anyOf": some}]
+            else:
+                place["anyOf"] = some
     return schema
 
 
@@ -122,14 +165,13 @@ def _check_values(place: dict[str, Any], path: str) -> None:
     if isinstance(reference, str) and not reference.startswith("#"):
         raise _unsupported(path, "$ref", "only references within the schema ('#...') are supported")
     kind = place.get("type", "string")
-    is_text = "string" in kind if isinstance(kind, str | list) else True
+    is_text = "string" in kind
     if is_text and "format" in place and place["format"] not in FORMATS:
         raise _unsupported(path, "format", f"supported are {', '.join(sorted(FORMATS))}")
     pattern = place.get("pattern")
-    if isinstance(pattern, str) and not _is_regular(pattern):
+    if pattern is not None and not _is_regular(pattern):
         raise _unsupported(path, "pattern", _NO_LOOKING)
-    by_pattern = place.get("patternProperties")
-    if isinstance(by_pattern, dict) and not all(map(_is_regular, by_pattern)):
+    if not all(map(_is_regular, place.get("patternProperties", ()))):
         raise _unsupported(path, "patternProperties", _NO_LOOKING)
 
 

@@ -172,7 +172,7 @@ def _calls_grammar(
 def _arguments_schema(index: int, function: FunctionDefinition) -> str:
     schema = function.parameters or _NO_PARAMETERS
     schema_text(schema, f"tools[{index}].function.parameters")
-    schema = followable(schema)
+    schema = followable(schema, is_strict=bool(function.strict))
     if "type" not in schema:
         schema = {"type": "object", **schema}
     return _with_options(schema, is_lenient=not function.strict)

@@ -176,7 +176,8 @@ class CallParser(ABC):
             end = self._take_end_mark(call, text, position)
             if end > position or self._held:
                 return end
-        if call.is_over:  # the format waits for an end mark, which is missing
+        was_over = call.is_over
+        if was_over:  # the format waits for an end mark, which is missing
             self._leave_call(call, "")
             return position
         had_begun = call.has_begun
