@@ -4,7 +4,8 @@ Owns the arithmetic and nothing of batching: it sees T token rows with positions
 knows which sequences they belong to, and an optional LoRA batch. Everything runs in the model's dtype
 with norms in fp32, in the order of operations of transformers' Llama.
 
-The caller pads T to `rows_for(T)`, so that no row's bits depend on T (row rule).
+The caller pads T to `rows_for(T)`, so that no row's bits depend on T (row rule). What runs on which device
+is the business of its parts: linears, `ModelOps`, attention and LoRA.
 """
 
 from __future__ import annotations
@@ -13,19 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from loraplex_kernels.plans import Phase
 from torch import Tensor
-from torch.nn import functional
 
 from loraplex_engine.attention.base import AttentionBackend, AttentionShape
 from loraplex_engine.lora.seam import LoraBackend, LoraBatch
 from loraplex_engine.model.config import ModelConfig
-from loraplex_engine.model.linear import ROW_MULTIPLE, Linear
+from loraplex_engine.model.linear import Linear
+from loraplex_engine.model.ops import ModelOps
 from loraplex_engine.model.rope import RotaryTable
-
-# Elementwise kernels work on vectors of at most this many numbers and finish the rest with scalar code
-# whose exp differs in the last bit; torch hands a thread at least _GRAIN numbers.
-_VECTOR = 32
-_GRAIN = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +50,23 @@ class Decoder:
         final_norm: Tensor,
         lm_head: Linear,
         rotary: RotaryTable,
+        ops: ModelOps,
         linear_name: str,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.layers = layers
         self.lm_head = lm_head
+        self.ops = ops
         self.linear_name = linear_name
         self._embedding_VH = embedding_VH
         self._final_norm = final_norm
         self._rotary = rotary
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where every input must be."""
+        return self._embedding_VH.device
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -72,7 +76,7 @@ class Decoder:
 
     def rows_for(self, num_tokens: int) -> int:
         """The row count to pad `num_tokens` to."""
-        return padded_rows(num_tokens, self.config.intermediate_size, torch.get_num_threads())
+        return self.ops.rows_for(num_tokens, self.config.intermediate_size)
 
     def forward(
         self,
@@ -84,11 +88,13 @@ class Decoder:
         plan: Any,  # noqa: ANN401 -- made by `attention.prepare`, opaque here
         lora: LoraBackend | None,
         lora_batch: LoraBatch | None,
+        phase: Phase = "prefill",
     ) -> Tensor:
         """Run all blocks; writes the step's keys and values.
 
         Args:
             token_T, position_T: int64, T = rows_for(number of tokens); padding may be any valid id.
+            phase: decode where every sequence has one token, else prefill; picks launch plans on a GPU.
 
         Returns:
             (T, hidden) before the final norm.
@@ -98,27 +104,31 @@ class Decoder:
         hidden = self._embedding_VH.index_select(0, token_T).to(self.dtype)
         if lora is not None and lora_batch is not None:
             lora.add_embedding(hidden, token_T, lora_batch)
+        ops, below = self.ops, None  # below: what the layer before has yet to add
         for index, layer in enumerate(self.layers):
-            x = rms_norm(hidden, layer.input_norm, eps)
-            qkv = layer.qkv(x)
+            if below is None:
+                x = ops.rms_norm(hidden, layer.input_norm, eps)
+            else:
+                x = ops.add_rms_norm(hidden, below, layer.input_norm, eps)
+            qkv = layer.qkv(x, phase)
             if lora is not None and lora_batch is not None:
                 lora.add(qkv, x, index, "qkv", lora_batch)
             attention.rotate_and_write(qkv, cos, sin, kv_layers[index], plan)
             x = attention.forward(qkv, kv_layers[index], plan)
-            y = layer.o(x)
+            y = layer.o(x, phase)
             if lora is not None and lora_batch is not None:
                 lora.add(y, x, index, "o", lora_batch)
-            hidden += y
 
-            x = rms_norm(hidden, layer.mlp_norm, eps)
-            gate_up = layer.gate_up(x)
+            x = ops.add_rms_norm(hidden, y, layer.mlp_norm, eps)
+            gate_up = layer.gate_up(x, phase)
             if lora is not None and lora_batch is not None:
                 lora.add(gate_up, x, index, "gate_up", lora_batch)
-            x = gated(gate_up)
-            y = layer.down(x)
+            x = ops.gated(gate_up, phase)
+            below = layer.down(x, phase)
             if lora is not None and lora_batch is not None:
-                lora.add(y, x, index, "down", lora_batch)
-            hidden += y
+                lora.add(below, x, index, "down", lora_batch)
+        if below is not None:
+            hidden += below
         return hidden
 
     def logits(
@@ -135,45 +145,21 @@ class Decoder:
             lora_batch: of these R rows; None: none of them has an adapter on lm_head.
         """
         num_rows = row_R.numel()
-        missing = -num_rows % ROW_MULTIPLE
-        if missing:
-            row_R = torch.cat((row_R, row_R[-1:].expand(missing)))
-        x = rms_norm(hidden_TH.index_select(0, row_R), self._final_norm, self.config.rms_norm_eps)
-        logits_RV = self.lm_head(x)[:num_rows]
+        x_RH = self.head_input(hidden_TH, row_R)
+        logits_RV = self.score(x_RH)[:num_rows]
         if lora is not None and lora_batch is not None:
-            lora.add_head(logits_RV, x[:num_rows], lora_batch)
+            lora.add_head(logits_RV, x_RH[:num_rows], lora_batch)
         return logits_RV
 
+    def head_input(self, hidden_TH: Tensor, row_R: Tensor) -> Tensor:
+        """What the head reads of the rows `row_R`, the last one repeated up to the row multiple."""
+        missing = self.ops.head_rows_for(row_R.numel()) - row_R.numel()
+        if missing:
+            row_R = torch.cat((row_R, row_R[-1:].expand(missing)))
+        rows_RH = hidden_TH.index_select(0, row_R)
+        return self.ops.rms_norm(rows_RH, self._final_norm, self.config.rms_norm_eps)
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; in fp32 up to the multiplication by the weight."""
-    x = x_TH.float()
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x * scale).to(x_TH.dtype).mul_(weight_H)
-
-
-def gated(gate_up_TI: Tensor) -> Tensor:
-    """silu(gate) * up for a merged (T, 2 * I) projection."""
-    gate, up = gate_up_TI.chunk(2, dim=-1)
-    width = gate.shape[1]
-    missing = -width % _VECTOR
-    if missing:
-        gate = functional.pad(gate, (0, missing))
-        return functional.silu(gate)[:, :width] * up
-    return functional.silu(gate).mul_(up)
-
-
-def padded_rows(num_tokens: int, width: int, num_threads: int) -> int:
-    """Smallest multiple of ROW_MULTIPLE at which every thread's share of (rows, width) ends on a vector.
-
-    A share that ends inside a vector is finished by scalar code, and which row that hits would depend
-    on the number of rows.
-    """
-    rows = num_tokens + -num_tokens % ROW_MULTIPLE
-    width += -width % _VECTOR
-    while True:
-        numbers = rows * width
-        threads = min(num_threads, -(-numbers // _GRAIN))
-        if threads <= 1 or -(-numbers // threads) % _VECTOR == 0:
-            return rows
-        rows += ROW_MULTIPLE
+    def score(self, x_RH: Tensor) -> Tensor:
+        """Scores of `head_input`'s rows, without adapters: (R, num_token_ids), model dtype."""
+        # Few rows whatever the step, and so one plan: their bits do not depend on the step's phase.
+        return self.lm_head(x_RH, "decode")
