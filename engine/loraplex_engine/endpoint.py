@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 MAX_IPC_PATH_BYTES = 107
 MAX_FRAME_BYTES = 4 * 1024**2  # a prompt of 800,000 tokens; longer: disconnected
-SEND_QUEUE_FRAMES = 20_000  # per gateway; one that lets so many pile up is cut off
+SEND_QUEUE_FRAMES = 64  # per gateway; more of them wait where their bytes are counted
 SEND_QUEUE_BATCHES = 1000  # of events, per subscriber; one that is further behind misses some
 MAX_SUBSCRIPTION_BYTES = 4096  # CURVE's handshake has to pass as well
 FAREWELL_MS = 1000  # how long closing may wait to hand over the last frames

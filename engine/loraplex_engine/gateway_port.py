@@ -8,8 +8,9 @@ keeps who asked for which request; it computes nothing. What it promises:
 * One `StepFrame` per gateway and step.
 * (request_id, attempt) runs at most once: a copy of a live one is answered and ignored, a copy of an
   ended one is refused.
-* Nothing is lost silently: a gateway that cannot be sent to, or has been silent too long, is cut off
-  as a whole and its requests end with an error; it will find us silent and connect anew.
+* Nothing is lost silently: a gateway that cannot be sent to, has more bytes waiting than it may have
+  (`gateway_queues.py`), or has been silent too long, is cut off as a whole and its requests end with an
+  error; it will find us silent and connect anew. Nobody else's are touched.
 * A frame that does not parse is counted and dropped.
 """
 
@@ -29,8 +30,9 @@ import msgspec
 import structlog
 import zmq
 
-from loraplex_engine.endpoint import Endpoint
+from loraplex_engine.endpoint import FAREWELL_MS, Endpoint
 from loraplex_engine.errors import PinRefusedError, QueueFullError
+from loraplex_engine.gateway_queues import CutReason, GatewayQueues
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
     GATEWAY_TIMEOUT_S,
@@ -80,13 +82,22 @@ from loraplex_engine.step_loop import (
 log = structlog.get_logger(__name__)
 
 POLL_MS = 250
+RETRY_MS = 5  # while frames wait: ZeroMQ does not say when a gateway reads again
 MAX_FRAMES_PER_TURN = 512  # then events get their turn
 MAX_JOURNAL_PAGE = 2000
 MAX_PINS_UNDER_WAY = 64  # more would only pile up in a long step
 NUM_CUT_OFF_REMEMBERED = 4096
 RETRY_AFTER_S = 1.0
 
+GATEWAY_QUEUE_BYTES = 64 * 1024**2
+MIN_GATEWAY_QUEUE_BYTES = 1024**2
+
 Attempt = tuple[str, int]
+_CUT: dict[CutReason, str] = {
+    "silent": "lost",
+    "slow": "too slow to read what was sent",
+    "unreachable": "lost",
+}
 
 
 class PortMetrics(Protocol):
@@ -97,6 +108,8 @@ class PortMetrics(Protocol):
     def observe_first_token(self, seconds: float) -> None: ...
     def observe_end(self, seconds: float, usage: Usage) -> None: ...
     def observe_commit(self, seconds: float) -> None: ...
+    def count_cut(self, reason: CutReason) -> None: ...
+    def note_queued_bytes(self, num_bytes: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -138,6 +151,7 @@ class GatewayPort:
         endpoint: the bound socket.
         submit: hands work to the step loop.
         latest_stats: the step loop's last snapshot; None while the model loads.
+        gateway_queue_bytes: a gateway for which more waits is cut off.
         max_live: more unfinished requests than the engine could even queue are refused here.
     """
 
@@ -153,6 +167,7 @@ class GatewayPort:
         incarnation: str,
         max_live: int,
         gateway_timeout_s: float = GATEWAY_TIMEOUT_S,
+        gateway_queue_bytes: int = GATEWAY_QUEUE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts: ReplicaFacts | None = None
@@ -170,6 +185,7 @@ class GatewayPort:
         self._incarnation = incarnation
         self._max_live = max_live
         self._gateway_timeout_s = gateway_timeout_s
+        self._queues = GatewayQueues(endpoint.router, gateway_queue_bytes)
         self._clock = clock
         self._gateways: dict[bytes, _Gateway] = {}
         self._cut_off: dict[bytes, None] = {}  # identities that we no longer answer, oldest first
@@ -251,15 +267,25 @@ class GatewayPort:
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
             is_last_turn = self._is_stopping
-            ready = dict(poller.poll(0 if self._outbox or is_last_turn else POLL_MS))
+            pause_ms = POLL_MS if self._queues.is_empty else RETRY_MS
+            ready = dict(poller.poll(0 if self._outbox or is_last_turn else pause_ms))
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
             if self._router in ready:
                 self._take_frames()
             self._send_outputs()
+            self._flush_queues()
             self._drop_silent_gateways()
             if self.failure is not None or (is_last_turn and not self._outbox):
+                self._say_farewell()
                 return
+
+    def _say_farewell(self) -> None:
+        """What still waits for gateways, for as long as closing the socket may take besides."""
+        give_up = time.monotonic() + FAREWELL_MS / 1000
+        while not self._queues.is_empty and time.monotonic() < give_up:
+            self._flush_queues()
+            time.sleep(RETRY_MS / 1000)
 
     def _take_frames(self) -> None:
         for _ in range(MAX_FRAMES_PER_TURN):
@@ -385,12 +411,14 @@ class GatewayPort:
         oldest = self._clock() - self._gateway_timeout_s
         for identity, gateway in list(self._gateways.items()):
             if gateway.heard_at < oldest:
-                self._cut(identity, f"silent for {self._gateway_timeout_s:g} s")
+                self._cut(identity, "silent")
 
-    def _cut(self, identity: bytes, reason: str) -> None:
+    def _cut(self, identity: bytes, reason: CutReason) -> None:
+        self._queues.forget(identity)
         gateway = self._gateways.pop(identity, None)
         if gateway is None:
             return
+        self._metrics.count_cut(reason)
         self._cut_off[identity] = None
         if len(self._cut_off) > NUM_CUT_OFF_REMEMBERED:
             del self._cut_off[next(iter(self._cut_off))]
@@ -402,15 +430,21 @@ class GatewayPort:
             num_requests=len(gateway.live),
         )
         for key in gateway.live:
-            self._cut_short(key, "gateway_lost", "its gateway was lost before the request was done")
+            self._cut_short(
+                key, "gateway_lost", f"its gateway was {_CUT[reason]} before the request was done"
+            )
 
     def _send(self, identity: bytes, message: EngineMessage) -> None:
-        try:
-            self._router.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            self._cut(identity, "does not read")
-        except zmq.ZMQError as error:
-            self._cut(identity, f"unreachable ({error})")
+        outcome = self._queues.send(identity, encode(message))
+        if outcome in ("slow", "unreachable"):
+            self._cut(identity, outcome)
+        elif outcome == "waits" and identity not in self._gateways:
+            self._queues.forget(identity)  # a stranger that does not read what it is told
+
+    def _flush_queues(self) -> None:
+        for identity in self._queues.flush():
+            self._cut(identity, "unreachable")
+        self._metrics.note_queued_bytes(self._queues.num_bytes)
 
     # ------------------------------------------------------------------ requests
 

@@ -8,8 +8,9 @@ reaches the engine and say so in their names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -20,9 +21,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from loraplex_engine.gateway_queues import CutReason
 from loraplex_engine.protocol import EngineStats, RejectCode, Usage
 from loraplex_engine.queue_meter import WAIT_BUCKETS_S
 from loraplex_engine.step_loop import ReplicaFacts
+from loraplex_engine.structured.errors import GRAMMAR_ERRORS
+from loraplex_engine.structured.meter import COMPILE_BUCKETS_S
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -87,6 +91,20 @@ class EngineMetrics:
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
+        self._cut_gateways = Counter(
+            "loraplex:gateways_cut_off",
+            "Gateways whose requests were ended because they could not be sent to.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        for reason in get_args(CutReason):
+            self._cut_gateways.labels(model_name, reason)
+        self._queued_bytes = Gauge(
+            "loraplex:gateway_queued_bytes",
+            "What waits for gateways that do not read just now.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._startup_s = Gauge(
             "loraplex:engine_startup_seconds",
             "From process start to ready.",
@@ -139,6 +157,14 @@ class EngineMetrics:
     def count_malformed(self) -> None:
         """A frame did not parse."""
         self._malformed.inc()
+
+    def count_cut(self, reason: CutReason) -> None:
+        """A gateway was cut off."""
+        self._cut_gateways.labels(self._model_name, reason).inc()
+
+    def note_queued_bytes(self, num_bytes: int) -> None:
+        """So much waits for gateways that do not read just now."""
+        self._queued_bytes.set(num_bytes)
 
     def observe_first_token(self, seconds: float) -> None:
         """A request's first token left."""
@@ -232,6 +258,7 @@ class _StateCollector(Collector):
         yield self._counter("steps", "Engine steps.", stats.steps_total)
         yield from self._queue(stats)
         yield from self._speculation(stats)
+        yield from self._grammars(stats)
         yield self._counter(
             "mixed_steps",
             "Steps that held two adapters or more, and the base model.",
@@ -263,19 +290,13 @@ class _StateCollector(Collector):
         for reason, count in sorted(stats.skips_total.items()):
             skips.add_metric([self._model_name, reason], count)
         yield skips
-        if stats.queue_time_counts:
-            bounds = [*map(str, WAIT_BUCKETS_S), "+Inf"]
-            waits = HistogramMetricFamily(
-                "loraplex:request_queue_time_seconds",
-                "From a request's arrival at the engine to its first step.",
-                labels=["model_name"],
-            )
-            waits.add_metric(
-                [self._model_name],
-                list(zip(bounds, accumulate(stats.queue_time_counts), strict=True)),
-                stats.queue_time_seconds_total,
-            )
-            yield waits
+        yield from self._histogram(
+            "request_queue_time_seconds",
+            "From a request's arrival at the engine to its first step.",
+            WAIT_BUCKETS_S,
+            stats.queue_time_counts,
+            stats.queue_time_seconds_total,
+        )
         yield self._gauge(
             "service_gap",
             "Widest gap seen between two waiting tenants' virtual token counters (fair policy).",
@@ -315,6 +336,60 @@ class _StateCollector(Collector):
         for position, count in enumerate(stats.spec_accepted_per_position_total):
             per_position.add_metric([self._model_name, str(position)], count)
         yield per_position
+
+    def _grammars(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._counter(
+            "grammar_cache_queries", "Requests with a grammar.", stats.grammar_queries_total
+        )
+        yield self._counter(
+            "grammar_cache_hits",
+            "Those of them whose grammar was compiled, or being compiled, or known to fail, already.",
+            stats.grammar_cache_hits_total,
+        )
+        yield from self._histogram(
+            "grammar_compile_seconds",
+            "Compiling a grammar, from its turn to its end, failed ones included.",
+            COMPILE_BUCKETS_S,
+            stats.grammar_compile_counts,
+            stats.grammar_compile_seconds_total,
+        )
+        failures = CounterMetricFamily(
+            "loraplex:grammar_failures",
+            "Requests that their grammar ended with an error, by its code.",
+            labels=["model_name", "reason"],
+        )
+        for reason in GRAMMAR_ERRORS:  # all from the start, so that a rate sees the first one
+            count = stats.grammar_failures_total.get(reason, 0)
+            failures.add_metric([self._model_name, reason], count)
+        yield failures
+        yield self._counter("grammar_masks", "Masks computed.", stats.grammar_masks_total)
+        yield self._counter(
+            "grammar_mask_seconds",
+            "CPU time of the step thread that masks and following the output took.",
+            stats.grammar_mask_seconds_total,
+        )
+        yield self._counter(
+            "grammar_deferrals",
+            "Rows left out of a step, once per step, because masks of their tenant or of all had taken"
+            " their part of it.",
+            stats.grammar_deferrals_total,
+        )
+
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        counts: Sequence[int],
+        total: float,
+    ) -> Iterator[HistogramMetricFamily]:
+        """One per bucket and one beyond; none: an engine that does not count them."""
+        if counts:
+            family = HistogramMetricFamily(f"loraplex:{name}", text, labels=["model_name"])
+            bounds = [*map(str, buckets), "+Inf"]
+            cumulated = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([self._model_name], cumulated, total)
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"loraplex:{name}", text, labels=["model_name"])

@@ -39,7 +39,7 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.endpoint import Endpoint, EventsEndpoint
 from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.event_publisher import BlockEventPublisher
-from loraplex_engine.gateway_port import GatewayPort
+from loraplex_engine.gateway_port import GATEWAY_QUEUE_BYTES, MIN_GATEWAY_QUEUE_BYTES, GatewayPort
 from loraplex_engine.health import STALL_LIMIT_S, HealthServer, Watchdog
 from loraplex_engine.journal import Journal
 from loraplex_engine.lifetime import die_with_parent
@@ -72,9 +72,17 @@ class ServerOptions:
     curve_secret_key_file: Path | None = None
     curve_allowed_keys_file: Path | None = None
     gateway_timeout_s: float = GATEWAY_TIMEOUT_S
+    gateway_queue_bytes: int = GATEWAY_QUEUE_BYTES
     drain_grace_s: float = 30.0
     stall_limit_s: float = STALL_LIMIT_S
     die_with_parent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gateway_queue_bytes < MIN_GATEWAY_QUEUE_BYTES:
+            raise ConfigError(
+                f"--gateway-queue-bytes {self.gateway_queue_bytes}: at least"
+                f" {MIN_GATEWAY_QUEUE_BYTES}, or a busy step alone cuts gateways off"
+            )
 
 
 @dataclass(slots=True)
@@ -147,6 +155,7 @@ class EngineServer:
             incarnation=self._incarnation,
             max_live=config.max_num_seqs + config.max_waiting,
             gateway_timeout_s=options.gateway_timeout_s,
+            gateway_queue_bytes=options.gateway_queue_bytes,
         )
         self._metrics.watch(
             self.stats, lambda: self._loop.last_step_unix_s, lambda: self._port.num_gateways

@@ -24,6 +24,7 @@ from loraplex_engine.config import (
     PolicyName,
 )
 from loraplex_engine.errors import EngineError
+from loraplex_engine.gateway_port import GATEWAY_QUEUE_BYTES
 from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
 from loraplex_engine.step_loop import Engine
 
@@ -162,6 +163,13 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         "A gateway silent for so long is dead.",
         type=float,
         default=15.0,
+    )
+    flag(
+        wire,
+        "--gateway-queue-bytes",
+        "A gateway for which more waits than this is too slow: its requests end with an error.",
+        type=int,
+        default=GATEWAY_QUEUE_BYTES,
     )
 
     batch = parser.add_argument_group("batching and memory")
@@ -427,6 +435,7 @@ def read_options(
         curve_secret_key_file=values.curve_secret_key_file,
         curve_allowed_keys_file=values.curve_allowed_keys_file,
         gateway_timeout_s=values.gateway_timeout_s,
+        gateway_queue_bytes=values.gateway_queue_bytes,
         drain_grace_s=values.drain_grace_s,
         stall_limit_s=values.stall_limit_s,
         die_with_parent=values.die_with_parent,

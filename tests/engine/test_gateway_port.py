@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from loraplex_engine.endpoint import Endpoint
 from loraplex_engine.errors import QueueFullError
 from loraplex_engine.gateway_port import GatewayPort, _Live
 from loraplex_engine.journal import Journal
 from loraplex_engine.metrics import EngineMetrics
-from loraplex_engine.protocol import Generate, TokenEvent, Usage
-from loraplex_engine.step_loop import Admitted, Failed, Output, Poisoned, StepOutput
+from loraplex_engine.protocol import (
+    GIVEN_UP,
+    PROTOCOL_VERSION,
+    Abort,
+    Generate,
+    Hello,
+    TokenEvent,
+    Usage,
+    encode,
+)
+from loraplex_engine.step_loop import Admitted, Failed, Output, Poisoned, StepOutput, Work
 
+from tests.engine.test_step_loop import FACTS
 from tests.support.engine_fakes import make_request
 
 COST = Usage(prompt_tokens=3, completion_tokens=1)
@@ -91,3 +103,85 @@ def test_word_of_a_request_that_has_ended_is_ignored(
     port._send_outputs()
 
     assert port.failure is None
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_too_many_bytes_for_one_gateway_end_its_requests_and_nobody_elses(
+    journal: Journal, is_slow: bool
+) -> None:
+    submitted: list[Work] = []
+    metrics = EngineMetrics("fake")
+    with tempfile.TemporaryDirectory(prefix="lpx-") as name, zmq.Context() as context:
+        endpoint = Endpoint(f"ipc://{name}/e.sock")
+        port = GatewayPort(
+            endpoint,
+            journal,
+            submitted.append,
+            lambda: None,
+            metrics,
+            replica_id="e0",
+            incarnation="i",
+            max_live=8,
+            gateway_queue_bytes=1024**2,
+        )
+        port.facts = FACTS
+        sockets = {name: context.socket(zmq.DEALER) for name in ("stuck", "reading")}
+        try:
+            for who, socket in sockets.items():
+                socket.linger = 0
+                socket.rcvhwm = 1 if who == "stuck" and is_slow else 0
+                socket.identity = who.encode()
+                socket.connect(endpoint.address)
+                socket.send(encode(Hello(protocol_version=PROTOCOL_VERSION, gateway_id=who)))
+                socket.send(encode(make_request(who)))
+            while len(port._live) < 2:
+                assert endpoint.router.poll(10_000)
+                port._take_frames()
+
+            num_frames = 600 if is_slow else 40
+            for step in range(num_frames):  # 16 KB each for either gateway
+                events = [
+                    TokenEvent(request_id=who, attempt=0, error_message="x" * 16384)
+                    for who in sockets
+                ]
+                port.publish(StepOutput(step, events))
+                port._send_outputs()
+                port._flush_queues()
+            deadline = time.monotonic() + 10
+            num_read = 0
+            while num_read < num_frames + 1:  # the welcome, then all
+                assert time.monotonic() < deadline
+                port._flush_queues()
+                if sockets["reading"].poll(10):
+                    sockets["reading"].recv()
+                    num_read += 1
+
+            cut = [work.request_id for work in submitted if isinstance(work, Abort)]
+            assert cut == (["stuck"] if is_slow else [])
+            assert port.num_gateways == (1 if is_slow else 2)
+            port.publish(aborted("stuck"))
+            port._send_outputs()
+            value = metrics.registry.get_sample_value
+            labels = {"model_name": "fake"}
+            assert value("loraplex:gateway_queued_bytes", labels) == 0 or not is_slow
+            assert value("loraplex:gateways_cut_off_total", labels | {"reason": "slow"}) == is_slow
+            assert ("reading", 0) in port._live
+        finally:
+            for socket in sockets.values():
+                socket.close()
+            endpoint.close()
+    entry = journal.find("stuck", 0)
+    assert entry is not None
+    assert entry.finish_reason == "error"
+
+
+def aborted(request_id: str) -> StepOutput:
+    """The loop's answer to an abort that is our fault."""
+    event = TokenEvent(
+        request_id=request_id,
+        attempt=0,
+        finish_reason="error",
+        usage=COST,
+        error_code=GIVEN_UP,
+    )
+    return StepOutput(1, [event])
