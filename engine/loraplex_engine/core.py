@@ -208,6 +208,7 @@ class EngineCore:
         total, free = self._scheduler.num_blocks, self._scheduler.num_free_blocks
         drafts = self._scheduler.draft_counts
         meter, gap = self._scheduler.meter, self._scheduler.service_gap
+        grammars = self._grammars.meter
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -241,6 +242,14 @@ class EngineCore:
             spec_accepted_tokens_total=drafts.accepted,
             spec_drafts_total=drafts.blocks,
             spec_accepted_per_position_total=list(drafts.accepted_at),
+            grammar_queries_total=grammars.num_queries,
+            grammar_cache_hits_total=grammars.num_hits,
+            grammar_compile_counts=list(grammars.compile_counts),
+            grammar_compile_seconds_total=grammars.compile_seconds_total,
+            grammar_failures_total=dict(grammars.failures),
+            grammar_masks_total=grammars.num_masks,
+            grammar_mask_seconds_total=grammars.mask_seconds_total,
+            grammar_deferrals_total=grammars.num_deferred,
         )
 
     def check(self) -> None:
@@ -412,6 +421,7 @@ class EngineCore:
         if len(self._ended) > NUM_ENDED_REMEMBERED:
             self._ended.popitem(last=False)
         self._finished_total[ending.finish_reason] += 1
+        self._grammars.note_end(ending)
         self._events.append(
             TokenEvent(
                 request_id=group.generate.request_id,

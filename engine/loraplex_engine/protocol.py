@@ -345,6 +345,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     adapter_load_seconds_total: float = 0.0
+    grammar_queries_total: int = 0  # requests that brought a grammar, once each
+    grammar_cache_hits_total: int = 0  # those whose grammar was there already, or known to fail
+    grammar_compile_counts: list[int] = []  # by time: `structured.meter`'s buckets
+    grammar_compile_seconds_total: float = 0.0
+    grammar_failures_total: dict[str, int] = {}  # requests that their grammar ended, by error code
+    grammar_masks_total: int = 0
+    grammar_mask_seconds_total: float = 0.0  # of the step thread's CPU
+    grammar_deferrals_total: int = 0  # rows and steps: masks had taken their part of it
 
 
 class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats_reply"):

@@ -29,6 +29,7 @@ from loraplex_engine.structured.errors import (
     GrammarTooComplexError,
     GrammarUnavailableError,
 )
+from loraplex_engine.structured.meter import COMPILE_BUCKETS_S
 from loraplex_engine.structured.tokenizer import open_tokenizer
 from loraplex_engine.structured.worker_frames import Setup, TokenizerSpec, Trial, Verdict
 from loraplex_engine.structured.worker_process import WorkerProcess
@@ -399,6 +400,38 @@ def test_a_grammar_that_failed_in_use_is_refused_for_a_while(
     assert outcome(bounded, regex("slow"), "one") is None
     assert bounded.num_failed == 1
     assert bounded.size_bytes >= 0
+
+
+def test_look_ups_and_compilations_are_counted_each_once(
+    bounded: GrammarCompiler, worker: FakeWorker, clock: FakeClock
+) -> None:
+    """A hit is whatever need not be compiled: kept, on its way, or known to fail; not a refusal."""
+    worker.verdicts["bad"] = Verdict(code="grammar_too_complex", message="no")
+    taking = {"good": 0.02, "bad": 3.0}
+    try_grammar = worker.try_grammar
+
+    def try_slowly(grammar: Grammar) -> Verdict:
+        clock.now_s += taking.get(grammar.value, 0.0)
+        return try_grammar(grammar)
+
+    worker.try_grammar = try_slowly  # type: ignore[method-assign]
+    for value in ("good", "good", "bad", "bad", "bad"):
+        outcome(bounded, regex(value))
+
+    meter = bounded.meter
+    assert (meter.num_queries, meter.num_hits) == (5, 3)
+    by_bound = dict(zip(COMPILE_BUCKETS_S, meter.compile_counts, strict=False))
+    assert {bound: count for bound, count in by_bound.items() if count} == {0.025: 1, 5.0: 1}
+    assert meter.compile_seconds_total == pytest.approx(3.02)
+
+    hold_worker(bounded, worker)
+    num_queries = meter.num_queries
+    for index in range(4):
+        bounded.request(regex(f"q{index}"), "greedy")
+    with pytest.raises(QueueFullError):
+        bounded.request(regex("q4"), "greedy")
+    assert meter.num_queries == num_queries + 4
+    worker.gate.release(100)
 
 
 def test_a_passing_fault_is_not_remembered(bounded: GrammarCompiler, worker: FakeWorker) -> None:

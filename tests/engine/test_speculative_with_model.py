@@ -22,6 +22,7 @@ from loraplex_engine.core import EngineCore
 from loraplex_engine.protocol import Generate, Grammar, TokenEvent, TokenLogprobs
 from loraplex_engine.speculative import Ask
 from loraplex_engine.step import UInt32Array
+from loraplex_engine.structured.meter import GrammarMeter
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
@@ -52,7 +53,7 @@ class Turning:
 
     consumed: list[int] = field(default_factory=list)
 
-    is_done, error = True, None
+    is_done, error, meter = True, None, GrammarMeter()
 
     @property
     def is_complete(self) -> bool:

@@ -19,6 +19,7 @@ from loraplex_engine.structured.errors import (
     GrammarFailedError,
 )
 from loraplex_engine.structured.matcher import LlMatcher
+from loraplex_engine.structured.meter import GrammarMeter
 from loraplex_engine.structured.tokenizer import native_matcher, open_tokenizer
 from loraplex_engine.structured.worker_frames import TokenizerSpec
 
@@ -147,6 +148,7 @@ class ListGrammars:
     is_full: bool = False
     errors: dict[str, GrammarError] = field(default_factory=dict)
     compilations: list[ListCompilation] = field(default_factory=list)
+    meter: GrammarMeter = field(default_factory=GrammarMeter)
 
     def request(self, grammar: Grammar, tenant_id: str) -> ListCompilation:
         if self.is_full:

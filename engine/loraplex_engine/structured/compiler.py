@@ -32,14 +32,13 @@ import structlog
 from loraplex_engine.errors import InvalidRequestError, QueueFullError
 from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
 from loraplex_engine.structured.errors import (
-    GrammarDeadEndError,
+    GRAMMAR_ERRORS,
     GrammarError,
     GrammarFailedError,
-    GrammarInvalidError,
-    GrammarTooComplexError,
     GrammarUnavailableError,
 )
 from loraplex_engine.structured.matcher import Compilation, LlMatcher, Matcher
+from loraplex_engine.structured.meter import GrammarMeter
 from loraplex_engine.structured.worker_frames import Setup, TokenizerSpec, Verdict
 from loraplex_engine.structured.worker_process import WorkerProcess
 
@@ -49,16 +48,6 @@ FAILURE_TTL_S = 60.0
 _MAX_FAILURES = 1024
 _MIN_SIZE_BYTES = 64 * 1024  # charged for the smallest: a process grows by pages, unevenly
 _RETRY_AFTER_S = 1.0
-_ERRORS: dict[str, type[GrammarError]] = {
-    error.code: error
-    for error in (
-        GrammarDeadEndError,
-        GrammarFailedError,
-        GrammarInvalidError,
-        GrammarTooComplexError,
-        GrammarUnavailableError,
-    )
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +64,8 @@ class CompilerLimits:
 
 class GrammarSource(Protocol):
     """What the core needs of a compiler."""
+
+    meter: GrammarMeter  # on which the core counts as well
 
     def request(self, grammar: Grammar, tenant_id: str) -> Compilation:
         """Have it compiled, unless it is already. Returns at once.
@@ -106,6 +97,9 @@ class Worker(Protocol):
 
 class NoGrammars:
     """`GrammarSource` of an engine whose model folder has no tokenizer."""
+
+    def __init__(self) -> None:
+        self.meter = GrammarMeter()
 
     def request(self, grammar: Grammar, tenant_id: str) -> Compilation:
         """Raises `InvalidRequestError`, always."""
@@ -166,6 +160,7 @@ class GrammarCompiler:
         from loraplex_engine.structured.tokenizer import open_tokenizer
 
         self.limits = limits or CompilerLimits()
+        self.meter = GrammarMeter()
         self.num_compiled = 0
         self.num_failed = 0
         self._spec = spec
@@ -208,6 +203,7 @@ class GrammarCompiler:
             entry = self._entries.get(key)
             if entry is not None and not self._is_forgotten(entry):
                 self._entries.move_to_end(key)
+                self.meter.note_query(is_hit=True)
                 return entry
             queue = self._queues.get(tenant_id, deque())
             num_queued = sum(map(len, self._queues.values()))
@@ -219,6 +215,7 @@ class GrammarCompiler:
                     f"{num_queued} grammars are being compiled already",
                     retry_after_s=_RETRY_AFTER_S,
                 )
+            self.meter.note_query(is_hit=False)
             entry = _Entry(tenant_id, grammar, key, self._remember)
             self._entries[key] = entry
             self._entries.move_to_end(key)
@@ -246,6 +243,7 @@ class GrammarCompiler:
     def _run(self) -> None:
         while (entry := self._next()) is not None:
             template, error, size_bytes = None, None, 0
+            began_s = self._clock()
             try:
                 template, size_bytes = self._compile(entry.grammar)
             except GrammarError as failure:
@@ -253,6 +251,7 @@ class GrammarCompiler:
             except Exception as failure:
                 log.exception("grammar_compiler_failed")
                 error = GrammarFailedError(f"the grammar broke: {type(failure).__name__}")
+            self.meter.note_compile(self._clock() - began_s)
             with self._changed:
                 self._settle(entry, template, error, size_bytes)
 
@@ -273,7 +272,7 @@ class GrammarCompiler:
 
         verdict = self._worker.try_grammar(grammar)
         if verdict.code is not None:
-            raise _ERRORS.get(verdict.code, GrammarFailedError)(verdict.message)
+            raise GRAMMAR_ERRORS.get(verdict.code, GrammarFailedError)(verdict.message)
         try:
             native = native_matcher(self._tokenizer, grammar)
         except (GrammarError, Exception):

@@ -46,3 +46,15 @@ class GrammarUnavailableError(GrammarError):
     """It could not be tried: the worker does not start. Not the sender's fault."""
 
     code = "grammar_unavailable"
+
+
+GRAMMAR_ERRORS: dict[str, type[GrammarError]] = {
+    error.code: error
+    for error in (
+        GrammarDeadEndError,
+        GrammarFailedError,
+        GrammarInvalidError,
+        GrammarTooComplexError,
+        GrammarUnavailableError,
+    )
+}

@@ -24,7 +24,11 @@ from dataclasses import replace
 from loraplex_engine.request import Ending, Request, RequestStatus
 from loraplex_engine.step import Step, UInt32Array
 from loraplex_engine.structured.compiler import GrammarSource
-from loraplex_engine.structured.errors import GrammarError, GrammarTooComplexError
+from loraplex_engine.structured.errors import (
+    GRAMMAR_ERRORS,
+    GrammarError,
+    GrammarTooComplexError,
+)
 from loraplex_engine.structured.mask_budget import MaskBudget
 
 # Of the step thread's CPU. An honest mask takes 0.4 ms in the mean, one in a hundred 6 ms (49,152 ids); at
@@ -40,7 +44,7 @@ class GrammarRows:
 
     def __init__(self, source: GrammarSource) -> None:
         self.clock = time.thread_time
-        self.num_deferred = 0  # rows and steps
+        self.meter = source.meter
         self._budget = MaskBudget()
         self._is_shared = False  # whether the last step had rows of several tenants
         self._source = source
@@ -103,7 +107,7 @@ class GrammarRows:
             except GrammarError as error:
                 request.failure = _ending(error)
         if deferred:
-            self.num_deferred += len(deferred)
+            self.meter.num_deferred += len(deferred)
             samples_B = step.samples_B.copy()
             samples_B[deferred] = False
             step = replace(step, samples_B=samples_B)
@@ -119,6 +123,11 @@ class GrammarRows:
         except GrammarError as error:
             return _ending(error)
         return Ending("stop") if request.matcher.is_complete else None
+
+    def note_end(self, ending: Ending) -> None:
+        """A request has ended, by its grammar or otherwise."""
+        if ending.error_code in GRAMMAR_ERRORS:
+            self.meter.failures[ending.error_code] += 1
 
     def constrain_drafts(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Drafts up to the first that a request's grammar does not allow."""
@@ -171,6 +180,7 @@ class GrammarRows:
         finally:
             seconds = self.clock() - started_s
             self._budget.take(request.generate.tenant_id, seconds)
+            self.meter.note_masks(num_masks, seconds)
             excess_s = first.grammar_excess_s + seconds - FREE_MASK_S * num_masks
             first.grammar_excess_s = max(0.0, excess_s)
         self._check_excess(request, first)
