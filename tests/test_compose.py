@@ -17,7 +17,8 @@ from loraplex_engine.server_cli import read_options
 from loraplex_platform.cli import app
 from loraplex_platform.control import main as control_main
 from loraplex_platform.gateway import main as gateway_main
-from loraplex_platform.gateway import pump
+from loraplex_platform.gateway.books import SETTLE_WAIT_S
+from loraplex_platform.gateway.pump import ABORT_ANSWER_S
 from loraplex_platform.local import services
 from loraplex_platform.settings import (
     ConsoleSettings,
@@ -213,7 +214,7 @@ def test_stopping_waits_as_long_as_draining_takes(compose: dict[str, Any]) -> No
     def grace_s(service: str) -> int:
         return int(compose["services"][service]["stop_grace_period"].removesuffix("s"))
 
-    after_grace_s = pump._ABORT_ANSWER_S + pump._SETTLE_WAIT_S + gateway_main._CLOSE_S
+    after_grace_s = ABORT_ANSWER_S + SETTLE_WAIT_S + gateway_main._CLOSE_S
     drain_s = GatewaySettings.model_fields["drain_grace_s"].default
 
     assert grace_s("gateway") > drain_s + after_grace_s + 5

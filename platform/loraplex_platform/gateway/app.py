@@ -26,7 +26,7 @@ from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import BodyLimit, RequestContext
-from loraplex_platform.gateway.pump import PumpSupervisor
+from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 from loraplex_platform.settings import GatewaySettings

@@ -39,6 +39,16 @@ from loraplex_platform.gateway.errors import (
     envelope,
 )
 from loraplex_platform.gateway.event_stream import DONE, EventStream, frame
+from loraplex_platform.gateway.job import (
+    ChoiceEnded,
+    ChoicePiece,
+    Failed,
+    FieldNames,
+    Finished,
+    Job,
+    PumpEvent,
+    Started,
+)
 from loraplex_platform.gateway.middleware import ARRIVED_S, REQUEST_UUID, request_id_of
 from loraplex_platform.gateway.openai_schemas import (
     ChatRequest,
@@ -46,17 +56,7 @@ from loraplex_platform.gateway.openai_schemas import (
     FinishReasonText,
     UsageReport,
 )
-from loraplex_platform.gateway.pump import (
-    ChoiceEnded,
-    ChoicePiece,
-    Failed,
-    FieldNames,
-    Finished,
-    Job,
-    Pump,
-    PumpEvent,
-    Started,
-)
+from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
 from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.sampling import check_ids, sampling_params

@@ -15,7 +15,7 @@ from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactor
 from loraplex_platform.errors import InvalidApiKeyError
 from loraplex_platform.gateway.errors import AuthBackendUnavailableError, GatewayDrainingError
 from loraplex_platform.gateway.metrics import GatewayMetrics
-from loraplex_platform.gateway.pump import PumpSupervisor
+from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer
 from loraplex_platform.settings import GatewaySettings

@@ -21,149 +21,44 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import Literal
-from uuid import UUID
 
 import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError, EngineStream
-from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, Usage
+from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
 from loraplex_platform.db.session import SessionFactory
-from loraplex_platform.errors import (
-    InvalidRequestError,
-    OverloadedError,
-    PlatformError,
-    UnavailableError,
-)
+from loraplex_platform.errors import OverloadedError, PlatformError, UnavailableError
+from loraplex_platform.gateway.books import SETTLE_WAIT_S, Books, Ending
+from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
+from loraplex_platform.gateway.engine_refusals import engine_error, refusal
 from loraplex_platform.gateway.errors import (
     AbandonedError,
-    ContextLengthError,
     DeadlineExceededError,
-    EngineFailedError,
     EngineLostMidwayError,
-    GrammarRefusedError,
-    NoTokenAllowedError,
+)
+from loraplex_platform.gateway.job import (
+    ChoiceEnded,
+    ChoicePiece,
+    Failed,
+    Finished,
+    Job,
+    PumpEvent,
+    Started,
 )
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
-from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
-from loraplex_platform.gateway.text_stream import TextPiece, TextStream
-from loraplex_platform.gateway.tools import ToolPlan
+from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
-from loraplex_platform.metering.records import Renewal, Reservation, Settlement
+from loraplex_platform.metering.records import Renewal, Reservation
 
 log = structlog.get_logger(__name__)
 
 _ATTEMPT = 1
-_ABORT_ANSWER_S = 10.0  # a live engine answers an abort within a step
-_SETTLE_WAIT_S = 2.0  # how long an answer waits for the books; the books do not wait for the answer
-_SETTLE_RETRY_S = 0.5
-_MAX_REASON_CHARS = 500  # of the engine's own words
-_SETTLE_GIVE_UP_S = 120.0  # by then the lease is long over and the sweeper has settled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FieldNames:
-    """What the client called what the engine may refuse."""
-
-    max_tokens: str = "max_tokens"
-    grammar: str | None = None  # which field the grammar is from
-    bans: str | None = None  # which field rules out tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request that has been checked and only needs running."""
-
-    request_id: UUID
-    tenant_id: UUID
-    key_id: UUID
-    tenant_salt: bytes
-    model: ServedModel
-    endpoint: Literal["chat.completions", "completions"]
-    is_stream: bool
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    shows_stop: bool  # whether the answer includes the stop string
-    arrived_s: float  # monotonic
-    timeout_s: float
-    tools: ToolPlan | None = None
-    params: FieldNames = FieldNames()
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and one choice's longest completion."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine has produced the first token."""
-
-    model_fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChoicePiece:
-    """Released text of one choice."""
-
-    index: int
-    piece: TextPiece
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnded:
-    """One choice has all its text."""
-
-    index: int
-    reason: FinishReasonText
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The end: every choice has ended, and this is billed."""
-
-    usage: UsageReport
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The end, with what the client is told."""
-
-    error: PlatformError
-
-
-PumpEvent = Started | ChoicePiece | ChoiceEnded | Finished | Failed
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """What to write on the books and what to say to the client. `usage` None: void."""
-
-    usage: AttemptUsage | None
-    event: Finished | Failed
-    finish_reason: str | None = None
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One completion on its way."""
-
-    text: TextStream
-    num_observed: int = 0  # tokens that have reached us
-    last_token_s: float | None = None
-    reason: FinishReasonText | None = None  # it has ended
-    has_aborted: bool = False
-
-    @property
-    def num_kept(self) -> int:
-        """Tokens that count: none past a stop string."""
-        return self.text.num_tokens if self.text.is_stopped else self.num_observed
+ABORT_ANSWER_S = 10.0  # a live engine answers an abort within a step
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +75,7 @@ class Pump:
     events: asyncio.Queue[PumpEvent] = field(default_factory=asyncio.Queue)
     lease_token: int | None = None
     is_over: bool = False
-    _choices: list[_Choice] = field(init=False)
+    _choices: list[Choice] = field(init=False)
     _first_token_s: float | None = field(default=None, init=False)
     _stream: EngineStream | None = field(default=None, init=False)
     _is_abandoned: bool = field(default=False, init=False)
@@ -190,21 +85,7 @@ class Pump:
     _killed_by: PlatformError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        job = self.job
-        tools = job.tools
-        self._choices = [
-            _Choice(
-                TextStream(
-                    self.token_bytes,
-                    job.stops,
-                    min_tokens=job.sampling.min_tokens,
-                    shows_stop=job.shows_stop,
-                    shown_ids=tools.format.shown_ids if tools else (),
-                    one_call=tools.parser() if tools and tools.ends_after_call else None,
-                )
-            )
-            for _ in range(job.sampling.n)
-        ]
+        self._choices = [Choice.of(self.job, self.token_bytes) for _ in range(self.job.sampling.n)]
 
     # ------------------------------------------------------------------ the listener's side
 
@@ -296,13 +177,13 @@ class Pump:
 
     # ------------------------------------------------------------------ generating
 
-    async def _generate(self) -> _Ending:
+    async def _generate(self) -> Ending:
         deadline_s = self.job.arrived_s + self.job.timeout_s
         try:
             async with asyncio.timeout_at(_loop_time(deadline_s)):
-                refusal = await self._dispatch()
-                if refusal is not None:
-                    return refusal
+                ended = await self._dispatch()
+                if ended is not None:
+                    return ended
                 return await self._follow()
         except TimeoutError:
             self.kill(
@@ -312,7 +193,7 @@ class Pump:
             )
         return await self._wind_up()
 
-    async def _dispatch(self) -> _Ending | None:
+    async def _dispatch(self) -> Ending | None:
         """Hand the request to a replica that takes it; an ending if none does."""
         refused_by: set[str] = set()
         while True:
@@ -324,7 +205,7 @@ class Pump:
             except EngineRejectedError as error:
                 self._is_dispatched = False
                 refused_by.add(self.replica.record.replica_id)
-                answer = _refusal(error, self.job.params)
+                answer = refusal(error, self.job.params)
                 if not isinstance(answer, OverloadedError) or not await self._reroute(refused_by):
                     return self._void(answer)
                 continue
@@ -367,7 +248,7 @@ class Pump:
             deadline_unix_s=time.time() + job.timeout_s - waited_s,
         )
 
-    async def _follow(self) -> _Ending:
+    async def _follow(self) -> Ending:
         """Relay events until the terminal one."""
         if self._stream is None:
             raise RuntimeError("not dispatched")
@@ -387,14 +268,14 @@ class Pump:
         )
         return self._fault(self._killed_by or lost, "lost", "observed")
 
-    async def _wind_up(self) -> _Ending:
+    async def _wind_up(self) -> Ending:
         """After the deadline: the engine has been told to stop; wait for its account, not for long."""
         error = self._killed_by or DeadlineExceededError("The request took too long.")
         if self._stream is None:
             # Dispatched, never answered: what it did, if anything, was not seen by anyone.
             return self._fault(error, "lost", "observed")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ABORT_ANSWER_S):
+            async with asyncio.timeout(ABORT_ANSWER_S):
                 return await self._follow()
         return self._fault(error, "lost", "observed")
 
@@ -403,28 +284,13 @@ class Pump:
         choice = self._choices[event.index]
         if event.token_ids:
             self._note_times(choice, len(event.token_ids))
-            choice.num_observed += len(event.token_ids)
-            self._release(event.index, self._text_of(choice, event))
+            self._release(event.index, choice.take(event))
         if choice.text.is_stopped:
             self._end_choice(event.index, "stop")
             if event.finish_reason is None:
                 self._abort_choice(event.index)
         elif event.finish_reason in ("stop", "length"):
             self._end_choice(event.index, event.finish_reason)
-
-    def _text_of(self, choice: _Choice, event: TokenEvent) -> TextPiece:
-        piece = TextPiece()
-        for position, token_id in enumerate(event.token_ids):
-            if choice.text.is_stopped:
-                break
-            is_last = position == len(event.token_ids) - 1
-            is_stop = is_last and event.finish_reason == "stop" and event.stop_token_id == token_id
-            if is_stop and not self.job.shows_stop:
-                choice.text.count()
-            else:
-                logprobs = None if event.logprobs is None else event.logprobs[position]
-                piece.extend(choice.text.push(token_id, logprobs))
-        return piece
 
     def _release(self, index: int, piece: TextPiece) -> None:
         if piece:
@@ -442,34 +308,34 @@ class Pump:
     def _has_all_text(self) -> bool:
         return all(choice.reason is not None for choice in self._choices)
 
-    def _ended_by(self, event: TokenEvent, usage: Usage) -> _Ending:
+    def _ended_by(self, event: TokenEvent, usage: Usage) -> Ending:
         # A "stop" or "length" is of the event's own choice. Should the engine have said nothing of
         # another's end, then nobody knows its text: a fault.
         if self._has_all_text:
             return self._completed(usage, "terminal")
         if event.finish_reason == "abort" and self._killed_by is None and self._is_abandoned:
             attempt = self._attempt(usage, "aborted", "terminal")
-            return _Ending(attempt, Failed(AbandonedError("The client is gone.")), "abort")
-        error = self._killed_by or _engine_error(event, self.job.params)
+            return Ending(attempt, Failed(AbandonedError("The client is gone.")), "abort")
+        error = self._killed_by or engine_error(event, self.job.params)
         return self._fault(error, "fault", "terminal", usage)
 
     # ------------------------------------------------------------------ endings
 
-    def _completed(self, usage: Usage, source: Source) -> _Ending:
+    def _completed(self, usage: Usage, source: Source) -> Ending:
         attempt = self._attempt(usage, "completed", source)
         billed = attempt.generated - attempt.discarded_past_stop
         report = UsageReport.of(usage.prompt_tokens, billed, usage.cached_tokens)
         reasons = {choice.reason for choice in self._choices}
-        return _Ending(attempt, Finished(report), "length" if "length" in reasons else "stop")
+        return Ending(attempt, Finished(report), "length" if "length" in reasons else "stop")
 
     def _fault(
         self, error: PlatformError, outcome: Outcome, source: Source, usage: Usage | None = None
-    ) -> _Ending:
+    ) -> Ending:
         attempt = self._attempt(usage or self._observed_usage(), outcome, source)
-        return _Ending(attempt, Failed(error), "error")
+        return Ending(attempt, Failed(error), "error")
 
-    def _void(self, error: PlatformError) -> _Ending:
-        return _Ending(None, Failed(error))
+    def _void(self, error: PlatformError) -> Ending:
+        return Ending(None, Failed(error))
 
     def _attempt(self, usage: Usage, outcome: Outcome, source: Source) -> AttemptUsage:
         return AttemptUsage(
@@ -496,61 +362,19 @@ class Pump:
             completion_tokens=sum(choice.num_observed for choice in self._choices),
         )
 
-    async def _close_books(self, ending: _Ending) -> None:
-        """Write the ending, trying for as long as it can matter; tell the client meanwhile."""
+    async def _close_books(self, ending: Ending) -> None:
+        """Write the ending; tell the client meanwhile."""
         if self._has_lost_lease:
             self.events.put_nowait(ending.event)
             return
-        writing = asyncio.create_task(self._write_books(ending))
-        await asyncio.wait({writing}, timeout=_SETTLE_WAIT_S)
-        self.events.put_nowait(ending.event)
-        await writing
-
-    async def _write_books(self, ending: _Ending) -> None:
-        give_up_s = time.monotonic() + _SETTLE_GIVE_UP_S
-        while True:
-            try:
-                await self._write_books_once(ending)
-            except UnavailableError:
-                if time.monotonic() > give_up_s:
-                    log.error("settle_given_up", request_id=str(self.job.request_id))
-                    return
-                self.metrics.settle_retries.inc()
-                await asyncio.sleep(_SETTLE_RETRY_S)
-            else:
-                return
-
-    async def _write_books_once(self, ending: _Ending) -> None:
-        status, code = _http_outcome(ending.event)
-        lease_token = self.lease_token or 0
-        if ending.usage is None:
-            await metering.void(
-                self.sessions,
-                self.job.request_id,
-                lease_token,
-                voided_by=self.owner,
-                http_status=status,
-                error_code=code,
-            )
-            self.metrics.requests_finished.labels("rejected").inc()
-            return
-        first_s, arrived_s = self._first_token_s, self.job.arrived_s
-        result = await metering.settle(
-            self.sessions,
-            Settlement(
-                request_id=self.job.request_id,
-                lease_token=lease_token,
-                usage=ending.usage,
-                settled_by=self.owner,
-                finish_reason=ending.finish_reason,
-                http_status=status,
-                error_code=code,
-                ttft_ms=None if first_s is None else round((first_s - arrived_s) * 1000),
-                e2e_ms=round((time.monotonic() - arrived_s) * 1000),
-            ),
+        job = self.job
+        books = Books(job.request_id, self.owner, job.arrived_s, self.sessions, self.metrics)
+        closing = asyncio.create_task(
+            books.close(ending, self.lease_token or 0, self._first_token_s)
         )
-        if result.applied:
-            self._count(ending.usage, ending.finish_reason or "")
+        await asyncio.wait({closing}, timeout=SETTLE_WAIT_S)
+        self.events.put_nowait(ending.event)
+        await closing
 
     # ------------------------------------------------------------------ small things
 
@@ -581,7 +405,7 @@ class Pump:
             choice.has_aborted = True
             self.replica.client.abort(str(self.job.request_id), _ATTEMPT, as_stop=True, index=index)
 
-    def _note_times(self, choice: _Choice, num_tokens: int) -> None:
+    def _note_times(self, choice: Choice, num_tokens: int) -> None:
         now_s = time.monotonic()
         if self._first_token_s is None:
             self._first_token_s = now_s
@@ -598,154 +422,7 @@ class Pump:
                 self.metrics.inter_token_latency.labels(self.job.endpoint).observe(gap_s)
         choice.last_token_s = now_s
 
-    def _count(self, usage: AttemptUsage, reason: str) -> None:
-        is_fault = usage.outcome in ("fault", "lost")
-        self.metrics.requests_finished.labels(usage.outcome if is_fault else reason).inc()
-        discarded = usage.discarded_past_stop + usage.discarded_past_abort
-        kept = usage.generated - discarded
-        tokens = self.metrics.tokens
-        tokens.labels("prompt").inc(usage.prompt_tokens)
-        tokens.labels("cached").inc(usage.cached_tokens)
-        tokens.labels("absorbed" if is_fault else "billed").inc(kept)
-        tokens.labels("discarded").inc(discarded)
-
-
-class PumpSupervisor:
-    """Owns the pumps: keeps their tasks alive, renews their leases, ends them at shutdown.
-
-    Args:
-        sessions: for renewals alone. They must not wait behind requests that crowd a shared pool, or
-            a busy gateway loses its leases and with them the requests.
-    """
-
-    def __init__(self, sessions: SessionFactory, *, renew_interval_s: float = 5.0) -> None:
-        self._sessions = sessions
-        self._renew_interval_s = renew_interval_s
-        self._tasks: dict[asyncio.Task[None], Pump] = {}
-
-    @property
-    def num_live(self) -> int:
-        """How many those are."""
-        return len(self._tasks)
-
-    @property
-    def live(self) -> list[Pump]:
-        """Pumps that have not ended."""
-        return list(self._tasks.values())
-
-    def start(self, pump: Pump) -> None:
-        """Run a pump to its end."""
-        task = asyncio.create_task(pump.run(), name=f"pump {pump.job.request_id}")
-        self._tasks[task] = pump
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
-
-    async def renew_forever(self) -> None:
-        """Extend the leases of all pumps every few seconds; stop those that lost theirs."""
-        while True:
-            await asyncio.sleep(self._renew_interval_s)
-            try:
-                await self.renew_once()
-            except UnavailableError as error:
-                log.warning("renew_failed", reason=error.message)
-            except Exception as error:  # noqa: BLE001 - other leases still need renewing
-                log_crash("renew_crashed", error)
-
-    async def renew_once(self) -> None:
-        """One round."""
-        pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
-        renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
-        for request_id in await metering.renew(self._sessions, renewals):
-            pump = pumps[request_id]
-            if pump.renewal is not None:  # not settled by itself meanwhile
-                log.warning("lease_lost", request_id=str(request_id))
-                pump.lose_lease()
-
-    async def drain(self, grace_s: float, error: PlatformError) -> None:
-        """Let pumps finish for `grace_s`, then end them, and wait until all have settled."""
-        await self.wait(grace_s)
-        for pump in self.live:
-            pump.kill(error)
-        await self.wait(_ABORT_ANSWER_S + _SETTLE_WAIT_S)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until the pumps of this moment have ended, or the time is over."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=timeout_s)
-
 
 def _loop_time(monotonic_s: float) -> float:
     """A time of `time.monotonic` on the running loop's own clock."""
     return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
-
-
-def _refusal(error: EngineRejectedError, params: FieldNames) -> PlatformError:
-    """What the client hears of a refusal at the engine's door."""
-    retry_after_s = error.retry_after_s or 1.0
-    match error.code:
-        case "queue_full":
-            state = f" ({error.num_waiting} requests are waiting)" if error.num_waiting else ""
-            return OverloadedError(
-                f"The engines are full{state}; try again.", retry_after_s=retry_after_s
-            )
-        case "draining":
-            return OverloadedError(
-                "The engine is restarting; try again.", code="draining", retry_after_s=retry_after_s
-            )
-        case "never_fits":
-            return ContextLengthError(
-                f"Prompt and {params.max_tokens} together can never fit the engine:"
-                f" {error.message[:_MAX_REASON_CHARS]}",
-                param=params.max_tokens,
-            )
-        case "invalid_request":
-            return InvalidRequestError(
-                f"The engine refused the request: {error.message[:_MAX_REASON_CHARS]}"
-            )
-        case "adapter_unavailable":
-            return UnavailableError(
-                "The model's adapter cannot be loaded right now; try again.",
-                code="adapter_unavailable",
-                retry_after_s=retry_after_s,
-            )
-        case "adapter_invalid":
-            return EngineFailedError("The model's adapter is damaged.", code="adapter_invalid")
-
-
-def _engine_error(event: TokenEvent, params: FieldNames) -> PlatformError:
-    """What the client hears of a request that the engine ended by itself."""
-    if event.error_code == "deadline_exceeded":
-        return DeadlineExceededError("The request waited too long for its turn; nothing is billed.")
-    if event.error_code in ("adapter_unavailable", "draining"):
-        return UnavailableError(
-            "The engine gave the request up; nothing is billed. Try again.",
-            code=event.error_code,
-            retry_after_s=RETRY_AFTER_S,
-        )
-    if event.error_code == "grammar_unavailable":
-        return UnavailableError(
-            "The engine cannot follow grammars right now; nothing is billed. Try again.",
-            code=event.error_code,
-            retry_after_s=RETRY_AFTER_S,
-        )
-    if event.error_code is not None and event.error_code.startswith("grammar_"):
-        return GrammarRefusedError(
-            f"The grammar of the answer ('{params.grammar}') cannot be followed:"
-            f" {(event.error_message or '')[:_MAX_REASON_CHARS]}. Nothing is billed.",
-            code=event.error_code,
-            param=params.grammar,
-        )
-    if event.error_code == "no_token_allowed":
-        return NoTokenAllowedError(
-            f"No token is left to choose: '{params.bans}', or it together with other fields, rules"
-            " all of them out; nothing is billed.",
-            param=params.bans,
-        )
-    code = f" ({event.error_code})" if event.error_code else ""
-    return EngineFailedError(f"The engine could not complete the request{code}; nothing is billed.")
-
-
-def _http_outcome(event: Finished | Failed) -> tuple[int, str | None]:
-    """For the request log: how it really ended, even where a stream's 200 had gone out before."""
-    if isinstance(event, Finished):
-        return 200, None
-    return event.error.status, event.error.error_code

@@ -1,7 +1,9 @@
 """JSON schemas from clients: bounded, and only with keywords that the grammar engine follows.
 
 The engine would find the same, but later and in its own words; a client is told before its request is on
-the books, with the path of what is in the way. What is merely ignored by JSON schema itself (titles,
+the books, with the path of what is in the way. Left to the engine is what only it can tell: patterns,
+formats, lengths and constants that contradict each other, names that two `patternProperties` match, and
+what takes too much time or memory. What is merely ignored by JSON schema itself (titles,
 descriptions, examples) is ignored here too.
 """
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from loraplex_engine.protocol import Generate
 from loraplex_platform.gateway.errors import AbandonedError
-from loraplex_platform.gateway.pump import Failed
+from loraplex_platform.gateway.job import Failed
 from loraplex_platform.worker.sweeper import Sweeper
 from openai.types.chat import ChatCompletionMessageParam
 

@@ -401,7 +401,7 @@ async def test_settling_is_tried_until_the_database_is_back(
             raise DatabaseUnavailableError
         return await settle(*arguments)
 
-    monkeypatch.setattr("loraplex_platform.gateway.pump._SETTLE_RETRY_S", 0.01)
+    monkeypatch.setattr("loraplex_platform.gateway.books._SETTLE_RETRY_S", 0.01)
     monkeypatch.setattr(metering, "settle", flaky)
 
     answer = await stand.client.chat.completions.create(model=BASE, messages=_HELLO)

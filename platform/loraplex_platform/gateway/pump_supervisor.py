@@ -1,0 +1,79 @@
+"""Owns the pumps: keeps their tasks alive, renews their leases, ends them at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.gateway.books import SETTLE_WAIT_S
+from loraplex_platform.gateway.crash_log import log_crash
+from loraplex_platform.gateway.pump import ABORT_ANSWER_S, Pump
+from loraplex_platform.metering import service as metering
+
+log = structlog.get_logger(__name__)
+
+
+class PumpSupervisor:
+    """See the module's header.
+
+    Args:
+        sessions: for renewals alone. They must not wait behind requests that crowd a shared pool, or
+            a busy gateway loses its leases and with them the requests.
+    """
+
+    def __init__(self, sessions: SessionFactory, *, renew_interval_s: float = 5.0) -> None:
+        self._sessions = sessions
+        self._renew_interval_s = renew_interval_s
+        self._tasks: dict[asyncio.Task[None], Pump] = {}
+
+    @property
+    def num_live(self) -> int:
+        """How many those are."""
+        return len(self._tasks)
+
+    @property
+    def live(self) -> list[Pump]:
+        """Pumps that have not ended."""
+        return list(self._tasks.values())
+
+    def start(self, pump: Pump) -> None:
+        """Run a pump to its end."""
+        task = asyncio.create_task(pump.run(), name=f"pump {pump.job.request_id}")
+        self._tasks[task] = pump
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def renew_forever(self) -> None:
+        """Extend the leases of all pumps every few seconds; stop those that lost theirs."""
+        while True:
+            await asyncio.sleep(self._renew_interval_s)
+            try:
+                await self.renew_once()
+            except UnavailableError as error:
+                log.warning("renew_failed", reason=error.message)
+            except Exception as error:  # noqa: BLE001 - other leases still need renewing
+                log_crash("renew_crashed", error)
+
+    async def renew_once(self) -> None:
+        """One round."""
+        pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
+        renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
+        for request_id in await metering.renew(self._sessions, renewals):
+            pump = pumps[request_id]
+            if pump.renewal is not None:  # not settled by itself meanwhile
+                log.warning("lease_lost", request_id=str(request_id))
+                pump.lose_lease()
+
+    async def drain(self, grace_s: float, error: PlatformError) -> None:
+        """Let pumps finish for `grace_s`, then end them, and wait until all have settled."""
+        await self.wait(grace_s)
+        for pump in self.live:
+            pump.kill(error)
+        await self.wait(ABORT_ANSWER_S + SETTLE_WAIT_S)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the pumps of this moment have ended, or the time is over."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
