@@ -4,7 +4,8 @@ The interpreter keeps bf16 as uint16 and fp8 as uint8, and as of Triton 3.6 to 3
 - multiplies those bit patterns as integers in `tl.dot`;
 - cuts bf16 off where hardware rounds to nearest even, and loses NaN and the carry of a rounding in fp8;
 - adds, compares and reduces the bit patterns as integers, which kernels must not do anyway: widen first. That raises;
-- warns of overflows and invalid operations as numpy does, of which hardware says nothing.
+- warns of overflows and invalid operations as numpy does, of which hardware says nothing;
+- patches the whole language anew at every call of a jitted function within another, `tl.sum` and its like too.
 """
 # ruff: noqa: ANN401 -- Triton's internals have no types
 
@@ -50,14 +51,16 @@ def mend_interpreter() -> None:
         if d.dtype.scalar.is_floating():
             a_data, b_data = (
                 _as_tensor(side.data, torch_types[side.dtype.scalar])
-                .float()
+                .double()
                 .numpy()
                 .reshape(side.data.shape)
                 for side in (a, b)
             )
+            # A BLAS sums rows of one tile in different orders, which tensor cores do not: in fp64 the difference
+            # is below what rounding to fp32 leaves.
+            product = np.matmul(a_data, b_data).astype(d.data.dtype) + d.data
         else:
-            a_data, b_data = a.data, b.data
-        product = np.matmul(a_data, b_data, dtype=d.data.dtype) + d.data
+            product = np.matmul(a.data, b.data, dtype=d.data.dtype) + d.data
         return interpreter.TensorHandle(product, d.dtype.scalar)
 
     def refuse_packed(name: str) -> Any:
@@ -71,13 +74,31 @@ def mend_interpreter() -> None:
         return checked
 
     call = interpreter.GridExecutor.__call__
+    patch_language = interpreter._patch_lang
+    launches: list[set[int]] = []  # of the running ones, the language modules patched so far
 
     def call_quietly(self: Any, *arguments: Any, **named: Any) -> None:
-        with np.errstate(all="ignore"):
-            call(self, *arguments, **named)
+        launches.append(set())
+        try:
+            with np.errstate(all="ignore"):
+                call(self, *arguments, **named)
+        finally:
+            launches.pop()
+
+    def patch_once(fn: Any) -> Any:
+        languages = {
+            id(value) for value in fn.__globals__.values() if value is tl or value is tl.core
+        }
+        if launches and languages and languages <= launches[-1]:
+            return None  # a nested call, which asks for no way back
+        scope = patch_language(fn)
+        if launches:
+            launches[-1] |= languages
+        return scope
 
     interpreter._convert_float = convert
     interpreter.GridExecutor.__call__ = call_quietly
+    interpreter._patch_lang = patch_once
     builder.create_dot = create_dot
     builder.binary_op = refuse_packed("binary_op")
     builder.unary_op = refuse_packed("unary_op")
