@@ -198,6 +198,20 @@ class EngineConfig:
         if not 0.0 <= self.kv_watermark <= 0.5:
             raise ConfigError(f"kv_watermark is {self.kv_watermark}: use a share between 0 and 0.5")
 
+    def longest(self, max_position_embeddings: int) -> int:
+        """The longest sequence that is asked for, whatever the KV cache holds.
+
+        Raises:
+            ConfigError: max_model_len is more than the model's context.
+        """
+        wanted_len = self.max_model_len or max_position_embeddings
+        if wanted_len > max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len is {wanted_len}, but the model's context is {max_position_embeddings} "
+                "tokens: lower it to that or leave it out"
+            )
+        return wanted_len
+
     def sizes(
         self,
         *,
@@ -206,28 +220,29 @@ class EngineConfig:
         head_dim: int,
         dtype_bytes: int,
         max_position_embeddings: int,
+        free_bytes: int | None = None,
     ) -> EngineSizes:
         """The KV cache and the longest sequence for a model of this shape.
 
         The pool always holds at least one sequence of `max_model_len` tokens, so that a request that was
         admitted can finish once it is alone.
 
+        Args:
+            free_bytes: of a GPU, what the KV cache may take where no setting says; None: a CPU.
+
         Raises:
             ConfigError: max_model_len is more than the model's context or than the KV cache holds.
         """
         bytes_per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, dtype_bytes)
         block_bytes = bytes_per_token * self.block_size
-        wanted_len = self.max_model_len or max_position_embeddings
-        if wanted_len > max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len is {wanted_len}, but the model's context is {max_position_embeddings} "
-                "tokens: lower it to that or leave it out"
-            )
+        wanted_len = self.longest(max_position_embeddings)
         if self.num_blocks is not None:
             num_blocks, source = self.num_blocks, f"num_blocks {self.num_blocks}"
         elif self.kv_memory_bytes is not None:
             num_blocks = self.kv_memory_bytes // block_bytes
             source = f"kv_memory_bytes {self.kv_memory_bytes}"
+        elif free_bytes is not None:
+            num_blocks, source = free_bytes // block_bytes, "what the GPU's memory leaves"
         else:
             num_blocks = max(
                 DEFAULT_KV_MEMORY_BYTES // block_bytes, -(-wanted_len // self.block_size)

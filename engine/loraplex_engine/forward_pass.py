@@ -53,9 +53,14 @@ class PassWork:
     unsampled_U: Int64Array  # the last tokens of sequences that are not
 
     @property
+    def is_one_each(self) -> bool:
+        """Whether every sequence has one token."""
+        return len(self.token_T) == len(self.num_scheduled_B)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every sequence has one token, and samples it."""
-        return len(self.token_T) == len(self.sampled_R) == len(self.num_scheduled_B)
+        return self.is_one_each and len(self.token_T) == len(self.sampled_R)
 
 
 class PassOutput(NamedTuple):
@@ -258,6 +263,7 @@ class ForwardPass:
             plan=step.plan,
             lora=self._lora,
             lora_batch=step.lora_batch,
+            phase="decode" if step.work.is_one_each else "prefill",
         )
 
     def _prepare_lora(self, slot_T: Int32Array, num_rows: int) -> LoraBatch | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,12 +75,12 @@ class ModelRunner:
         self.graphs = graphs
         # Seconds that the last step spent computing, for metrics.
         self.last_step_s = 0.0
-        self._inputs = inputs or HostInputs()
+        self.inputs = inputs or HostInputs()
         self.forward_pass = ForwardPass(
-            model, attention, limits.num_blocks, self._inputs, lora=lora, slots=slots, graphs=graphs
+            model, attention, limits.num_blocks, self.inputs, lora=lora, slots=slots, graphs=graphs
         )
         self._sampler = StepSampler(
-            self._inputs, Landing(model.device), on_device=on_device, survivors=survivors
+            self.inputs, Landing(model.device), on_device=on_device, survivors=survivors
         )
         self._results: deque[StepResult] = deque()
         rows, blocks = limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
@@ -100,6 +100,16 @@ class ModelRunner:
     def kv_layers(self) -> list[Any]:
         """The KV cache, a layer's each the attention backend's own kind of object."""
         return self.forward_pass.kv_layers
+
+    def resize(self, *, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache anew, before the first request.
+
+        Args:
+            max_model_len: no longer than that of `limits`.
+        """
+        assert max_model_len <= self.limits.max_model_len
+        self.limits = replace(self.limits, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.forward_pass.allocate_kv(num_blocks)
 
     def launch(self, step: Step) -> None:
         """Compute `step` now; `collect` hands out the result."""
@@ -155,7 +165,7 @@ class ModelRunner:
         places = _Places.of(step, last_B)
         known_R = self._num_known[places.row_R] + places.place_R
         rows_R = self._sample_rows(step, places, known_R)
-        self._inputs.wait()
+        self.inputs.wait()
         self.forward_pass.prepare(
             PassWork(
                 token_T=self._token_ids[row_T, position_T],
@@ -169,7 +179,7 @@ class ModelRunner:
             )
         )
         self._sampler.prepare(rows_R)
-        self._inputs.flush()
+        self.inputs.flush()
         out = self.forward_pass.run()
         sampled, is_finite_U = self._sampler.finish(out.logits_RV, out.is_finite_U)
         # What earlier tokens left in the KV cache reaches every later one, so the last one's state

@@ -90,6 +90,18 @@ def test_the_default_pool_grows_with_a_long_context() -> None:
     assert sizes.num_blocks == 131_072 // 16
 
 
+def test_a_gpu_s_free_memory_is_the_pool_s_where_no_setting_says() -> None:
+    free_bytes = 23_040 * 16 * 100 + 5
+
+    sizes = config().sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
+    given = config(num_blocks=7).sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
+
+    assert (sizes.num_blocks, sizes.max_model_len) == (100, 1600)
+    assert given.num_blocks == 7
+    with pytest.raises(ConfigError, match="what the GPU's memory leaves holds 1600 tokens"):
+        config(max_model_len=4096).sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
+
+
 def test_kv_memory_bounds_the_context_when_none_was_asked_for() -> None:
     sizes = config(kv_memory_bytes=23_040 * 16 * 10).sizes(**SMOLLM2, dtype_bytes=2)
 

@@ -107,11 +107,14 @@ class DecodeGraphs:
     """The recordings of one runner."""
 
     def __init__(
-        self, backend: GraphBackend, rows: Sequence[int], adapters: Sequence[int] = ()
+        self, backend: GraphBackend | None, rows: Sequence[int], adapters: Sequence[int] = ()
     ) -> None:
         """For the keys of `graph_keys`; beyond `MAX_GRAPHS` of them the largest steps run eagerly.
 
         Those gain the least: their time is the device's, not the host's.
+
+        Args:
+            backend: None: nothing is recorded; steps are padded all the same, and compute the same bits.
         """
         self._backend = backend
         self._rows = sorted(rows)
@@ -120,6 +123,11 @@ class DecodeGraphs:
         self.replays_total = 0
         self.eager_total = 0  # steps that ran without a recording
         self.capture_s = 0.0
+
+    @property
+    def max_rows(self) -> int:
+        """Of the largest bucket."""
+        return self._rows[-1]
 
     @property
     def num_captured(self) -> int:
@@ -134,6 +142,7 @@ class DecodeGraphs:
     def capture(self, key: GraphKey, run: Callable[[], None]) -> float:
         """Record `run` for `key`, in place of an older recording; returns the seconds it took."""
         assert key in self.keys
+        assert self._backend is not None, "there is nothing to record with"
         started = time.perf_counter()
         self._captured[key] = self._backend.capture(run)
         seconds = time.perf_counter() - started
