@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from loraplex_engine.errors import EngineError, PinRefusedError
+from loraplex_engine.errors import EngineError
 from loraplex_engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -40,6 +40,7 @@ from loraplex_engine.protocol import (
     JournalQuery,
     JournalReply,
     PinAdapter,
+    PinRefusal,
     PinReply,
     PrefetchAdapter,
     RejectCode,
@@ -91,6 +92,14 @@ class EngineRejectedError(EngineError):
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+
+
+class EnginePinRefusedError(EngineError):
+    """The replica cannot keep the adapter; nothing was pinned or let go for it."""
+
+    def __init__(self, code: PinRefusal, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class EngineLostError(EngineError):
@@ -320,7 +329,7 @@ class EngineClient:
             All digests that it keeps now.
 
         Raises:
-            PinRefusedError: with the reason as its `code`.
+            EnginePinRefusedError: with the reason as its `code`.
             EngineLostError: no answer in time; or from a replica that is too old to know this message.
         """
         query = PinAdapter(query_id=next(self._query_ids), adapter_digest=digest)
@@ -572,7 +581,7 @@ class EngineClient:
 
 def _pinned(reply: PinReply) -> list[str]:
     if reply.refusal is not None:
-        raise PinRefusedError(reply.refusal, reply.message)
+        raise EnginePinRefusedError(reply.refusal, reply.message)
     return reply.pinned
 
 

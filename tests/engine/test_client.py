@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 import zmq
-from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
-from loraplex_engine.errors import EngineError, PinRefusedError
+from loraplex_engine.client import (
+    CurveKeys,
+    EngineClient,
+    EngineLostError,
+    EnginePinRefusedError,
+    EngineRejectedError,
+)
+from loraplex_engine.errors import EngineError
 from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams, TokenEvent
 
 from tests.support.fake_engine import FakeEngine, Script
@@ -286,7 +292,7 @@ async def test_pins_say_what_is_kept_or_why_not(engine: FakeEngine, client: Engi
     assert await client.unpin(first) == [second]
 
     engine.pin_refusal = "too_many_pins"
-    with pytest.raises(PinRefusedError) as refused:
+    with pytest.raises(EnginePinRefusedError) as refused:
         await client.pin(first)
     assert refused.value.code == "too_many_pins"
     engine.is_mute = True

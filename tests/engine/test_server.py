@@ -24,10 +24,16 @@ import structlog
 import zmq
 import zmq.asyncio
 from loraplex_engine.block_events import TOPIC, decode_batch
-from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError, EngineRejectedError
+from loraplex_engine.client import (
+    CurveKeys,
+    EngineClient,
+    EngineLostError,
+    EnginePinRefusedError,
+    EngineRejectedError,
+)
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
-from loraplex_engine.errors import ConfigError, ModelError, PinRefusedError
+from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.gateway_port import MAX_PINS_UNDER_WAY
 from loraplex_engine.journal import Journal, JournalError
 from loraplex_engine.protocol import (
@@ -575,10 +581,10 @@ async def test_adapters_are_pinned_and_let_go_while_the_replica_serves(
     await eventually(lambda: replica.server._loop.stats.adapters_pinned == DIGESTS[:2])  # type: ignore[union-attr]
     assert (await client.stats()).adapters_pinned == DIGESTS[:2]
 
-    with pytest.raises(PinRefusedError, match="2 adapters") as refused:
+    with pytest.raises(EnginePinRefusedError, match="2 adapters") as refused:
         await client.pin(DIGESTS[2])
     assert refused.value.code == "too_many_pins"
-    with pytest.raises(PinRefusedError) as refused:
+    with pytest.raises(EnginePinRefusedError) as refused:
         await client.pin("sha256:../../etc/passwd")
     assert refused.value.code == "invalid_digest"
 
@@ -613,7 +619,7 @@ async def test_a_replica_that_loads_its_model_refuses_pins(folder: Path) -> None
     async with run_replica(folder, build_gate=gate) as replica:
         async with EngineClient(replica.address, gateway_id="g") as client:
             await client.connect()
-            with pytest.raises(PinRefusedError) as refused:
+            with pytest.raises(EnginePinRefusedError) as refused:
                 await client.pin(DIGESTS[0])
             assert refused.value.code == "not_ready"
         gate.set()

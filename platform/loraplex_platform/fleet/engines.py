@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
-from loraplex_engine.client import EngineClient, EngineLostError
+from loraplex_engine.client import EngineClient, EngineLostError, EnginePinRefusedError
 from loraplex_engine.protocol import EngineStats, ReplicaRecord
 
 from loraplex_platform.errors import EngineUnavailableError
@@ -24,10 +24,12 @@ from loraplex_platform.gateway.routing import Replica, Router
 log = structlog.get_logger(__name__)
 
 STATS_TIMEOUT_S = 1.0
+PIN_TIMEOUT_S = 10.0  # it is answered between two steps
 CONNECT_TIMEOUT_S = 2.0
 SAMPLE_INTERVAL_S = 2.0
 FRESH_S = 5.0
 RATE_WINDOW_S = 10.0
+UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,16 @@ class ReplicaView:
     record: ReplicaRecord
     stats: EngineStats | None  # None: it does not answer
     rates: Rates
+
+
+@dataclass(frozen=True, slots=True)
+class PinOutcome:
+    """What one replica said to `EngineFleet.set_pin`."""
+
+    replica_id: str
+    pinned: list[str] | None  # digests that it keeps now; None: it refused, or did not answer
+    refusal: str | None = None  # the protocol's PinRefusal, or UNREACHABLE
+    message: str | None = None
 
 
 class EngineFleet:
@@ -102,6 +114,14 @@ class EngineFleet:
         """Have every replica load an adapter that will be asked for soon; best effort."""
         for replica in self._router.replicas:
             replica.client.prefetch(digest)
+
+    async def set_pin(self, digest: str, *, is_wanted: bool) -> list[PinOutcome]:
+        """Have every replica that is known now keep an adapter in memory, or let it go; by replica id.
+
+        A replica that starts later, or again, knows nothing of it: its own `--pin-adapter` is for that.
+        """
+        replicas = sorted(self._router.replicas, key=lambda r: r.record.replica_id)
+        return list(await asyncio.gather(*(_set_pin(r, digest, is_wanted) for r in replicas)))
 
     async def views(self) -> list[ReplicaView]:
         """Every known replica with fresh statistics where it answers, by id."""
@@ -165,3 +185,14 @@ def _rates(samples: deque[Sample]) -> Rates:
         / elapsed_s,
         requests_per_s=(latest.num_finished - oldest.num_finished) / elapsed_s,
     )
+
+
+async def _set_pin(replica: Replica, digest: str, is_wanted: bool) -> PinOutcome:
+    client, replica_id = replica.client, replica.record.replica_id
+    try:
+        pinned = await (client.pin if is_wanted else client.unpin)(digest, PIN_TIMEOUT_S)
+    except EnginePinRefusedError as error:
+        return PinOutcome(replica_id, None, error.code, str(error))
+    except EngineLostError as error:
+        return PinOutcome(replica_id, None, UNREACHABLE, str(error))
+    return PinOutcome(replica_id, pinned)

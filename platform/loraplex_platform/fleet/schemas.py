@@ -27,6 +27,7 @@ class EngineStatsResource(BaseModel):
     steps_total: int
     adapters_resident: list[str]
     adapters_host: list[str]
+    adapters_pinned: list[str] = []  # by the operator: kept in host memory
     adapter_leases: int
     max_adapters_in_step: int
     mixed_steps_total: int
@@ -59,6 +60,23 @@ class ReplicaResource(BaseModel):
     prompt_tokens_per_s: float
     generation_tokens_per_s: float
     requests_per_s: float
+
+
+class PinOutcomeResource(BaseModel):
+    """What one replica answered."""
+
+    replica_id: str
+    pinned: list[str] | None  # digests that it keeps now; null: it refused
+    refusal: str | None  # why, as a code; "unreachable": it did not answer
+    message: str | None
+
+
+class PinResource(BaseModel):
+    """What the replicas made of a pin, or of taking it back."""
+
+    object: Literal["fleet_pin"] = "fleet_pin"
+    digest: str
+    replicas: list[PinOutcomeResource]
 
 
 class GatewayResource(Resource):

@@ -43,7 +43,12 @@ def operations(stand: Stand) -> list[Operation]:
 
 
 def filled(path: str, **values: str) -> str:
-    defaults = {"name": "capitals", "key_id": "key_x", "adapter_id": "adp_x"}
+    defaults = {
+        "name": "capitals",
+        "key_id": "key_x",
+        "adapter_id": "adp_x",
+        "digest": "sha256:" + "0" * 64,
+    }
     return re.sub(r"{(\w+)}", lambda match: (defaults | values)[match[1]], path)
 
 
