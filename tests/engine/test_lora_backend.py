@@ -1,4 +1,4 @@
-"""Both CPU backends: the deltas are right, and a row's bits are its own."""
+"""All backends, Triton's too: the deltas are right, and a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from loraplex_engine.artifact import (
     ModuleName,
 )
 from loraplex_engine.lora.backend import NativeLora, TorchLora
+from loraplex_engine.lora.device_slots import pack_device
 from loraplex_engine.lora.seam import LoraBackend, LoraSite
 from loraplex_engine.lora.sites import SITES, site_layouts
+from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
 from loraplex_engine.lora.weights import pack_native, pack_torch
 from loraplex_kernels.cpu.lora import LoraKernel
+from loraplex_kernels.plans import open_plans
 from loraplex_kernels.reference import lora_embed_shrink, lora_expand, lora_shrink
 from torch import Tensor
 
@@ -45,7 +48,7 @@ ODD_SHAPE = ModelShape(
 
 DTYPES = [torch.float32, torch.bfloat16]
 
-BackendFactory = Callable[[list[AdapterArtifact], ModelShape], LoraBackend]
+BackendFactory = Callable[[list[AdapterArtifact], ModelShape, torch.dtype], LoraBackend]
 
 
 class Slots:
@@ -63,16 +66,49 @@ def kernel(pytestconfig: pytest.Config) -> LoraKernel:
     return LoraKernel(native_cache_dir(pytestconfig))
 
 
-@pytest.fixture(params=["torch", "native"])
-def make_backend(request: pytest.FixtureRequest) -> BackendFactory:
-    if request.param == "torch":
-        return lambda artifacts, shape: TorchLora(
+def _open(name: str, request: pytest.FixtureRequest) -> BackendFactory:
+    if name == "torch":
+        return lambda artifacts, shape, _: TorchLora(
             Slots([pack_torch(a, shape) for a in artifacts]), shape
         )
+    if name == "triton":
+        return open_triton
     kernel: LoraKernel = request.getfixturevalue("kernel")
-    return lambda artifacts, shape: NativeLora(
+    return lambda artifacts, shape, _: NativeLora(
         Slots([pack_native(a, shape) for a in artifacts]), shape, kernel
     )
+
+
+def open_triton(
+    artifacts: list[AdapterArtifact], shape: ModelShape, dtype: torch.dtype
+) -> TritonLora:
+    """Interpreted, with the plans that promise what the CPU backends do."""
+    packed = [pack_device(a, shape, dtype=dtype, pin=False) for a in artifacts]
+    return TritonLora(
+        Slots(packed),
+        shape,
+        TritonLoraSizes(len(packed), max_rank=16, max_tokens=130, max_decode_tokens=8),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        plans=open_plans("sm_90", "invariant"),
+    )
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def make_backend(request: pytest.FixtureRequest) -> BackendFactory:
+    return _open(request.param, request)
+
+
+@pytest.fixture(params=["torch", "native"])
+def make_cpu_backend(request: pytest.FixtureRequest) -> BackendFactory:
+    return _open(request.param, request)
+
+
+@pytest.fixture
+def row_counts(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """How many rows to try. Interpreted kernels are slow; tests/engine/test_triton_lora.py tries more."""
+    is_slow = request.getfixturevalue("make_backend") is open_triton
+    return (2, 9) if is_slow else (*range(1, 18), 33, 130)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +182,7 @@ def test_deltas_equal_the_reference(
     slots = [3, -1, 0, 1, 5, 5, 0, -1, 2, 4, 4, 4, 0, 0, 1]
     x = random_rows(len(slots), layout.num_inputs, dtype)
     y = random_rows(len(slots), layout.num_outputs, dtype, seed=1)
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_backend(adapters, TINY_SHAPE, dtype)
 
     for layer in range(TINY_SHAPE.num_layers):
         result = run(backend, y, x, slots, site, layer)
@@ -162,7 +198,7 @@ def test_sizes_that_no_vector_width_divides(
     make_backend: BackendFactory, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     artifact = make_adapter(tmp_path / "odd", ODD_SHAPE, rank=7, linears=ALL_LINEARS)
-    backend = make_backend([artifact], ODD_SHAPE)
+    backend = make_backend([artifact], ODD_SHAPE, dtype)
     slots = [0, 0, -1, 0, 0, 0]
     for site, layout in zip(SITES, site_layouts(ODD_SHAPE), strict=True):
         x = random_rows(len(slots), layout.num_inputs, dtype)
@@ -178,7 +214,7 @@ def test_sizes_that_no_vector_width_divides(
 def test_no_batch_when_every_row_is_base(
     make_backend: BackendFactory, adapters: list[AdapterArtifact]
 ) -> None:
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_backend(adapters, TINY_SHAPE, torch.float32)
 
     assert backend.prepare(np.full(7, -1, dtype=np.int32), 0) is None
     assert backend.prepare(np.empty(0, dtype=np.int32), 0) is None
@@ -188,15 +224,16 @@ def test_no_batch_when_every_row_is_base(
 @pytest.mark.parametrize("site", SITES)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(
     make_backend: BackendFactory,
+    row_counts: tuple[int, ...],
     adapters: list[AdapterArtifact],
     site: LoraSite,
     dtype: torch.dtype,
 ) -> None:
     """Every row of crowds of every small size, odd ranks beside even ones, equals the row alone."""
     layout = site_layouts(TINY_SHAPE)[SITES.index(site)]
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_backend(adapters, TINY_SHAPE, dtype)
     random = np.random.default_rng(3)
-    for count in (*range(1, 18), 33, 130):
+    for count in row_counts:
         x = random_rows(count, layout.num_inputs, dtype, seed=count)
         y = random_rows(count, layout.num_outputs, dtype, seed=count + 1)
         slots = random.integers(-1, len(adapters), count).tolist()
@@ -211,10 +248,10 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_do_not_depend_on_how_many_share_its_adapter(
-    make_backend: BackendFactory, adapters: list[AdapterArtifact], dtype: torch.dtype
+    make_cpu_backend: BackendFactory, adapters: list[AdapterArtifact], dtype: torch.dtype
 ) -> None:
     layout = site_layouts(TINY_SHAPE)[0]
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_cpu_backend(adapters, TINY_SHAPE, dtype)
     x = random_rows(130, layout.num_inputs, dtype)
     y = random_rows(130, layout.num_outputs, dtype, seed=1)
     for slot in range(len(adapters)):
@@ -239,7 +276,7 @@ def test_an_adapter_that_overflows_changes_no_bit_of_its_neighbours(
 ) -> None:
     """Finite weights whose products are Inf, then NaN: in their own rows only."""
     hostile = make_adapter(tmp_path / "hostile", rank=8, linears=ALL_LINEARS, size=1e30)
-    backend = make_backend([*adapters, hostile], TINY_SHAPE)
+    backend = make_backend([*adapters, hostile], TINY_SHAPE, dtype)
     layout = site_layouts(TINY_SHAPE)[SITES.index(site)]
     slots = [0, 6, 1, -1, 6, 4, 0, 5, 6, -1]
     x = random_rows(len(slots), layout.num_inputs, dtype)
@@ -263,7 +300,7 @@ def test_rows_that_are_nan_stay_alone(
 ) -> None:
     """A poisoned request beside another one of the same adapter, in the same tile."""
     layout = site_layouts(TINY_SHAPE)[0]
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_backend(adapters, TINY_SHAPE, torch.float32)
     x = random_rows(4, layout.num_inputs, torch.float32)
     y = random_rows(4, layout.num_outputs, torch.float32, seed=1)
     clean = run(backend, y, x, [0] * 4, "qkv")
@@ -279,7 +316,7 @@ def test_rows_that_are_nan_stay_alone(
 def test_a_site_that_no_active_adapter_targets_is_left_alone(
     make_backend: BackendFactory, adapters: list[AdapterArtifact]
 ) -> None:
-    backend = make_backend(adapters, TINY_SHAPE)
+    backend = make_backend(adapters, TINY_SHAPE, torch.float32)
     batch = backend.prepare(np.array([3, 3], dtype=np.int32), 0)  # o_proj only
     assert batch is not None
     layout = site_layouts(TINY_SHAPE)[0]
@@ -297,13 +334,13 @@ def test_slots_whose_content_changed_are_read_again(
 ) -> None:
     """vLLM's bug 47724: metadata remembered by token mapping alone served another tenant's adapter."""
     shown: list[AdapterArtifact] = [adapters[0]]
-    backend = make_backend(shown, TINY_SHAPE)
+    backend = make_backend(shown, TINY_SHAPE, torch.float32)
     slots: Any = backend._pool  # type: ignore[attr-defined]  # the double above, not the product's
     layout = site_layouts(TINY_SHAPE)[0]
     x = random_rows(2, layout.num_inputs, torch.float32)
     y = random_rows(2, layout.num_outputs, torch.float32, seed=1)
     first = run(backend, y, x, [0, 0], "qkv")
-    other = make_backend([adapters[5]], TINY_SHAPE)
+    other = make_backend([adapters[5]], TINY_SHAPE, torch.float32)
     slots._weights[0] = other._pool._weights[0]  # type: ignore[attr-defined]
 
     batch = backend.prepare(np.zeros(2, dtype=np.int32), pool_version=1)
@@ -316,7 +353,7 @@ def test_slots_whose_content_changed_are_read_again(
 
 
 def test_thread_count_changes_no_bit(
-    make_backend: BackendFactory, adapters: list[AdapterArtifact]
+    make_cpu_backend: BackendFactory, adapters: list[AdapterArtifact]
 ) -> None:
     layout = site_layouts(TINY_SHAPE)[0]
     slots = [index % 6 for index in range(40)]
@@ -327,7 +364,9 @@ def test_thread_count_changes_no_bit(
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            results.append(run(make_backend(adapters, TINY_SHAPE), y, x, slots, "qkv"))
+            results.append(
+                run(make_cpu_backend(adapters, TINY_SHAPE, torch.bfloat16), y, x, slots, "qkv")
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -437,7 +476,7 @@ def test_deltas_of_embedding_and_head_equal_the_reference(
 ) -> None:
     slots = [3, -1, 0, 1, 2, 2, 0, -1, 4, 4, 1, 3, 0, 0, 1]
     y, x = outside_rows(module, len(slots), dtype, num_outputs)
-    backend = make_backend(outside_adapters, TINY_SHAPE)
+    backend = make_backend(outside_adapters, TINY_SHAPE, dtype)
 
     result = add(backend, y, x, slots)
 
@@ -453,6 +492,7 @@ def test_deltas_of_embedding_and_head_equal_the_reference(
 @pytest.mark.parametrize(("module", "add", "num_outputs"), CASES[:2])
 def test_embedding_and_head_obey_the_row_rule_and_leak_nothing(
     make_backend: BackendFactory,
+    row_counts: tuple[int, ...],
     outside_adapters: list[AdapterArtifact],
     tmp_path: Path,
     module: ModuleName,
@@ -462,9 +502,9 @@ def test_embedding_and_head_obey_the_row_rule_and_leak_nothing(
 ) -> None:
     """Every row of crowds of every small size, one of whose adapters overflows, equals the row alone."""
     hostile = make_adapter(tmp_path / "hostile", rank=8, linears=OUTSIDE, size=1e30)
-    backend = make_backend([*outside_adapters, hostile], TINY_SHAPE)
+    backend = make_backend([*outside_adapters, hostile], TINY_SHAPE, dtype)
     random = np.random.default_rng(3)
-    for count in (*range(1, 18), 33, 130):
+    for count in row_counts:
         y, x = outside_rows(module, count, dtype, num_outputs, seed=count)
         slots = random.integers(-1, len(outside_adapters) + 1, count).tolist()
 
@@ -483,7 +523,7 @@ def test_embedding_and_head_obey_the_row_rule_and_leak_nothing(
 def test_only_steps_that_need_it_have_a_head_batch(
     make_backend: BackendFactory, outside_adapters: list[AdapterArtifact]
 ) -> None:
-    backend = make_backend(outside_adapters, TINY_SHAPE)
+    backend = make_backend(outside_adapters, TINY_SHAPE, torch.float32)
     for slots, is_adapted in (([4, -1, 1], False), ([4, 2], True)):
         batch = backend.prepare(np.array(slots, dtype=np.int32), 0)
         assert batch is not None
@@ -491,10 +531,10 @@ def test_only_steps_that_need_it_have_a_head_batch(
 
 
 def test_batches_of_an_older_slot_table_are_let_go(
-    make_backend: BackendFactory, outside_adapters: list[AdapterArtifact]
+    make_cpu_backend: BackendFactory, outside_adapters: list[AdapterArtifact]
 ) -> None:
     """They would keep evicted weights in memory."""
-    backend = make_backend(outside_adapters, TINY_SHAPE)
+    backend = make_cpu_backend(outside_adapters, TINY_SHAPE, torch.float32)
     two = [np.array(slots, dtype=np.int32) for slots in ([0, 1], [0])]
     first = [backend.prepare(slots, 0) for slots in two]
 

@@ -99,6 +99,11 @@ class CapturableLora(LoraBackend, Protocol):
     """
 
     @property
+    def device_bytes(self) -> int:
+        """Memory that it keeps on the device: adapters' slots and workspace."""
+        ...
+
+    @property
     def active_buckets(self) -> tuple[int, ...]:
         """What `active_bucket` may say, ascending: 1, 2, 4, ..., the number of slots."""
         ...

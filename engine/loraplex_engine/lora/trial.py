@@ -58,11 +58,11 @@ def make_trial(lora: Lora, shape: ModelShape) -> LoraTrial:
     layouts = site_layouts(shape)
     rng = np.random.default_rng(0)
     weights = [
-        lora.pack(_draw_adapter(rng, shape, layouts, rank, dtype), shape)
+        lora.pack(_draw_adapter(rng, shape, layouts, min(rank, lora.max_rank), dtype), shape)
         for rank, dtype in _ADAPTERS
     ]
     return LoraTrial(
-        lora.open_backend(_Slots(weights)),
+        lora.open_backend(_Slots(weights), len(weights)),
         layouts,
         len(weights),
         hidden_size=shape.hidden_size,
