@@ -20,7 +20,6 @@ from torch import Tensor
 from loraplex_engine.attention.base import AttentionBatch
 from loraplex_engine.lora.seam import LoraSite
 from loraplex_engine.lora.trial import LoraTrial
-from loraplex_engine.model.decoder import gated, rms_norm
 from loraplex_engine.model.linear import Linear
 from loraplex_engine.runner import ModelRunner
 
@@ -122,11 +121,12 @@ def _check_elementwise(
 
         return run
 
-    norm = padded(lambda x: rms_norm(x, weight, model.config.rms_norm_eps))
+    norm = padded(lambda x: model.ops.rms_norm(x, weight, model.config.rms_norm_eps))
     hidden = draw(max(counts), model.config.hidden_size)
     yield from _compare_counts("rms_norm", _on_rows_of(hidden, norm), counts)
     gates = draw(max(counts), 2 * model.config.intermediate_size)
-    yield from _compare_counts("silu", _on_rows_of(gates, padded(gated)), counts)
+    silu = padded(lambda x: model.ops.gated(x, "prefill"))
+    yield from _compare_counts("silu", _on_rows_of(gates, silu), counts)
 
 
 def _check_lora(

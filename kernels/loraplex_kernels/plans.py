@@ -36,6 +36,8 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 
 PLANS_FOLDER = Path(__file__).parent / "plans"
 
+# Choices kept per table: buckets and chunk sizes times kernels and shapes.
+_MAX_CHOSEN = 8192
 _BOUNDS = ("max_tokens", "max_rank", "max_k", "max_n")
 
 
@@ -118,6 +120,8 @@ class PlanTable:
     arch: str
     column: Column
     folder: Path = field(default=PLANS_FOLDER)
+    # A choice is made for every launch of an eager step: a look-up, not a walk.
+    _chosen: dict[tuple[object, ...], Plan] = field(default_factory=dict, compare=False, repr=False)
 
     def entries(self, kernel: str) -> tuple[PlanEntry, ...]:
         """Every entry of a kernel, in order of precedence.
@@ -147,6 +151,17 @@ class PlanTable:
         Raises:
             PlanError: there is no such file or it is malformed.
         """
+        key = (kernel, phase, tokens, rank, k, n, dtype)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            if len(self._chosen) >= _MAX_CHOSEN:
+                self._chosen.clear()
+            chosen = self._chosen[key] = self._walk(*key)
+        return chosen
+
+    def _walk(
+        self, kernel: str, phase: Phase, tokens: int, rank: int, k: int, n: int, dtype: str
+    ) -> Plan:
         for entry in self.entries(kernel):
             if entry.when.holds(phase=phase, tokens=tokens, rank=rank, k=k, n=n, dtype=dtype):
                 return entry.plan

@@ -8,8 +8,8 @@ import pytest
 import torch
 from loraplex_engine.attention.torch_attention import TorchAttention
 from loraplex_engine.convert import cache_dir
-from loraplex_engine.model.decoder import padded_rows, rms_norm
 from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.model.ops import TorchOps, padded_rows
 from loraplex_engine.model.rope import RotaryTable, rotate_
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
@@ -135,7 +135,7 @@ def test_norm_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
     x = torch.randn(12, 52).to(dtype)
 
     with torch.inference_mode():
-        assert torch.equal(rms_norm(x, norm.weight, 1e-5), norm(x))
+        assert torch.equal(TorchOps().rms_norm(x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7, 16])

@@ -1,4 +1,4 @@
-"""Linear layers behind one small interface, each obeying the row rule: y = x W^T + b.
+"""Linear layers behind one small interface: y = x W^T + b. All but cuBLAS obey the row rule.
 
 A `LinearMethod` turns a weight into a callable once, at load. Matrix kernels pick another inner loop
 for the last rows of a block, so a row's bits would depend on how many rows came with it; with the
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from loraplex_kernels.plans import Phase
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,8 +29,12 @@ class Linear(Protocol):
     in_features: int
     out_features: int
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        """y (M, N) in the dtype of x, for any M; a row's bits depend on that row only."""
+    def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
+        """y (M, N) in the dtype of x, for any M; a row's bits depend on that row only.
+
+        Args:
+            phase: of the step; picks a launch plan on a GPU, means nothing on a CPU.
+        """
         ...
 
 
@@ -49,7 +54,7 @@ class _PlainLinear:
         self._weight = weight_NK.contiguous()
         self._bias = bias_N
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
+    def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
         num_rows = x_MK.shape[0]
         return functional.linear(_pad_rows(x_MK), self._weight, self._bias)[:num_rows]
 
@@ -63,13 +68,35 @@ class PlainMethod:
         return _PlainLinear(weight_NK, bias_N)
 
 
+class _CublasLinear:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self.out_features, self.in_features = weight_NK.shape
+        self._weight = weight_NK.contiguous()
+        self._bias = bias_N
+
+    def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
+        return functional.linear(x_MK, self._weight, self._bias)
+
+
+class CublasMethod:
+    """`functional.linear` on a GPU, the fastest there; a row's bits may depend on the number of rows.
+
+    `triton_ops.GemmMethod` is the one whose rows' bits do not.
+    """
+
+    name = "cublas"
+
+    def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
+        return _CublasLinear(weight_NK, bias_N)
+
+
 class _PackedLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.out_features, self.in_features = weight_NK.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), _PACK_ROWS)
         self._bias = bias_N
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
+    def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
         num_rows = x_MK.shape[0]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(
             _pad_rows(x_MK), self._packed, self._bias, "none", [], ""
@@ -91,8 +118,8 @@ class _UpcastLinear:
         self.in_features, self.out_features = inner.in_features, inner.out_features
         self._inner = inner
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        return self._inner(x_MK.float()).to(x_MK.dtype)
+    def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
+        return self._inner(x_MK.float(), phase).to(x_MK.dtype)
 
 
 class UpcastMethod:

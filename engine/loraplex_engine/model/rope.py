@@ -14,14 +14,22 @@ from torch import Tensor
 class RotaryTable:
     """cos and sin for every position; sin carries the sign of the rotated half."""
 
-    def __init__(self, head_dim: int, max_position: int, theta: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        max_position: int,
+        theta: float,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        # Computed on the CPU, so that every device has the same tables.
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         inverse_frequency = 1.0 / (theta**exponent)
         position = torch.arange(max_position, dtype=torch.float32)
         angle = position[:, None] * inverse_frequency[None, :]
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        self._cos_PD = torch.cat((cos, cos), dim=-1)
-        self._sin_PD = torch.cat((-sin, sin), dim=-1)
+        self._cos_PD = torch.cat((cos, cos), dim=-1).to(device)
+        self._sin_PD = torch.cat((-sin, sin), dim=-1).to(device)
 
     def gather(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin), each (T, 1, D), for one step."""
