@@ -8,30 +8,20 @@ held: no block, no adapter lease, no reservation, and the books balance to the t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import httpx
 import pytest
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.client import EngineClient
-from loraplex_platform.db import EngineUsage, Request
-from loraplex_platform.db.session import Database, open_database
+from loraplex_platform.db.session import open_database
 from loraplex_platform.gateway.app import open_gateway
-from loraplex_platform.gateway.context import Gateway
-from loraplex_platform.metering.invariants import check_invariants
-from sqlalchemy import select
-from sqlalchemy.dialects.postgresql import insert
 
 from tests.fuzz.hostile_requests import CANARY, HostileRequest, Target, make_request
 from tests.platform.gateway import tiny_model
@@ -44,11 +34,11 @@ from tests.platform.gateway.stand import (
     settings_for,
 )
 from tests.support.adapter_files import make_adapter
+from tests.support.engine_process import check_quiet, engine_process
 from tests.support.metering import add_customer
 from tests.support.postgres import database_settings, serving_url
 from tests.support.tiny_fleet import write_model
 
-_REPLICA = "engine-fuzz"
 _CONTEXT_LENGTH = 256
 _NUM_AT_ONCE = 12
 _NUM_SLOW = int(os.environ.get("LORAPLEX_FUZZ_REQUESTS", "20000"))
@@ -81,7 +71,16 @@ async def test_nothing_that_is_sent_breaks_anything(
     digest = _store_adapter(short_tmp_path, model)
     settings = settings_for(db_url, redis_url, short_tmp_path, model_dir=model)
     async with (
-        _engine(short_tmp_path, model, redis_url) as address,
+        engine_process(
+            short_tmp_path,
+            model,
+            redis_url,
+            *("--store-url", f"file://{short_tmp_path}/store"),
+            *("--max-model-len", str(_CONTEXT_LENGTH)),
+            # Short of blocks and queue places, so that both run out.
+            *("--num-blocks", "40", "--block-size", "16", "--max-loras", "2"),
+            *("--max-num-seqs", "8", "--max-waiting", "8", "--max-num-batched-tokens", "64"),
+        ) as address,
         open_database(database_settings(serving_url(db_url))) as db,
         open_gateway(settings) as gateway,
         serving(gateway) as url,
@@ -109,7 +108,9 @@ async def test_nothing_that_is_sent_breaks_anything(
         assert tally.statuses["sent again"] <= max(2, count / 500)
         assert tally.statuses["200"] > count / 10, "too few requests got through to the engine"
         assert tally.statuses["400"] > count / 10
-        await _check_quiet(db, gateway, engine)
+        stats = await check_quiet(db, [gateway], engine)
+        assert stats.generation_tokens_total > 0
+        assert stats.max_adapters_in_step >= 1
         after = await engine.connect()
         assert after.incarnation == before.incarnation
 
@@ -246,56 +247,6 @@ def _parsed(body: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-# ---------------------------------------------------------------------------- afterwards
-
-
-async def _check_quiet(db: Database, gateway: Gateway, engine: EngineClient) -> None:
-    """Nothing runs, nothing is held, and the books balance."""
-    await eventually(lambda: gateway.pumps.num_live == 0, "every request ended", deadline_s=60)
-
-    async def is_idle() -> bool:
-        stats = await engine.stats()
-        return stats.num_running == stats.num_waiting == 0
-
-    await eventually(is_idle, "the engine is idle", deadline_s=60)
-    stats = await engine.stats()
-    assert stats.kv_blocks_free == stats.kv_blocks_total
-    assert stats.adapter_leases == 0
-    assert stats.generation_tokens_total > 0
-    assert stats.max_adapters_in_step >= 1
-    async with db.sessions() as session:
-        states = set((await session.scalars(select(Request.state))).all())
-    assert states <= {"settled", "voided"}
-    await _land_journal(db, engine)
-    report = await check_invariants(db.sessions)
-    assert report.ok, [check for check in report.checks if not check.ok]
-    assert report.identity.difference == 0
-
-
-async def _land_journal(db: Database, engine: EngineClient) -> None:
-    """As the worker does."""
-    last_seq = 0
-    while entries := (await engine.read_journal(last_seq)).entries:
-        last_seq = entries[-1].seq
-        rows = [
-            {
-                "request_id": UUID(entry.request_id),
-                "attempt": entry.attempt,
-                "replica_id": _REPLICA,
-                "tenant_id": UUID(entry.tenant_id),
-                "adapter_digest": entry.adapter_digest,
-                "finish_reason": entry.finish_reason,
-                "prompt_tokens": entry.usage.prompt_tokens,
-                "cached_tokens": entry.usage.cached_tokens,
-                "completion_tokens": entry.usage.completion_tokens,
-                "ended_at": datetime.fromtimestamp(entry.ended_at_unix_s, UTC),
-            }
-            for entry in entries
-        ]
-        async with db.transaction() as session:
-            await session.execute(insert(EngineUsage).values(rows))
-
-
 # ---------------------------------------------------------------------------- what it runs on
 
 
@@ -306,29 +257,3 @@ def _store_adapter(folder: Path, model: Path) -> str:
     )
     AdapterStore(f"file://{folder}/store").put(folder / "adapter", adapter.digest)
     return str(adapter.digest)
-
-
-@contextlib.asynccontextmanager
-async def _engine(folder: Path, model: Path, redis_url: str) -> AsyncIterator[str]:
-    """The engine's own server process; short of blocks and queue places, so that both run out."""
-    address = f"ipc://{folder}/engine.sock"
-    log = folder / "engine.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loraplex_engine.server"),
-            *("--model-dir", str(model), "--base-model", BASE, "--replica-id", _REPLICA),
-            *("--address", address, "--journal-dir", str(folder / "journal")),
-            *("--redis-url", redis_url, "--store-url", f"file://{folder}/store"),
-            *("--max-model-len", str(_CONTEXT_LENGTH), "--num-blocks", "40", "--block-size", "16"),
-            *("--max-num-seqs", "8", "--max-waiting", "8", "--max-num-batched-tokens", "64"),
-            *("--max-loras", "2", "--num-threads", "1", "--die-with-parent"),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        yield address
-        assert process.returncode is None, log.read_text()[-3_000:]
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        assert await process.wait() == 0, log.read_text()[-3_000:]
