@@ -15,22 +15,22 @@ import structlog
 import torch
 
 from loraplex_engine.artifact import ModelShape
-from loraplex_engine.attention.setup import open_attention
 from loraplex_engine.block_events import BlockEvent
+from loraplex_engine.compute import Compute, open_compute
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.device.memory_profile import MemoryPlan
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
 from loraplex_engine.fingerprint import fingerprint_model
 from loraplex_engine.kv.setup import open_prefix_cache
-from loraplex_engine.lora.setup import Lora, open_lora
+from loraplex_engine.lora.setup import Lora
 from loraplex_engine.lora.trial import make_trial
 from loraplex_engine.protocol import EngineStats
 from loraplex_engine.request import BlockReason
 from loraplex_engine.row_rule import check_row_rule
 from loraplex_engine.row_rule_verdict import recall_or_check
-from loraplex_engine.runner import ModelRunner, build_runner, load_model
-from loraplex_engine.sampling.setup import open_survivors
+from loraplex_engine.runner import ModelRunner
 from loraplex_engine.step import AdapterPool
 from loraplex_engine.step_loop import ReplicaFacts
 from loraplex_engine.structured.compiler import GrammarCompiler
@@ -77,6 +77,7 @@ class AssembledEngine:
     runner: ModelRunner
     lora: Lora | None
     grammars: GrammarCompiler | None = None
+    memory: MemoryPlan | None = None  # of a GPU
 
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
         """Whom to tell of adapter loads: see `step_loop.Engine`."""
@@ -111,8 +112,19 @@ class AssembledEngine:
             self.lora.pool.tidy()
 
     def stats(self) -> EngineStats:
-        """The core's, with the adapter tiers."""
+        """The core's, with the device and the adapter tiers."""
         stats = self.core.stats()
+        if self.memory is not None:
+            stats = msgspec.structs.replace(stats, device_memory_bytes=self.memory.by_use())
+        graphs = self.runner.graphs
+        if graphs is not None:
+            stats = msgspec.structs.replace(
+                stats,
+                graphs_captured=graphs.num_captured,
+                graph_capture_seconds=graphs.capture_s,
+                graph_replays_total=graphs.replays_total,
+                eager_steps_total=graphs.eager_total,
+            )
         if self.lora is None:
             return stats
         self.lora.pool.tidy()
@@ -158,42 +170,15 @@ def assemble_engine(
         ModelError, ConfigError: the model folder or a setting is wrong.
     """
     cache = cache or cache_dir()
-    model, sizes = load_model(config)
-    model_shape = ModelShape.from_config_json(config.model_dir / "config.json")
-    lora = None
-    if config.store_url is not None:
+    compute = open_compute(config, cache=cache)
+    model, sizes, attention = compute.model, compute.sizes, compute.attention
+    lora, runner = compute.lora, compute.runner
+    if lora is not None:
         try:
-            lora = open_lora(
-                store_url=config.store_url,
-                shape=model_shape,
-                cache_dir=cache,
-                max_loras=config.max_loras,
-                max_cpu_loras=config.max_cpu_loras,
-                max_cpu_lora_bytes=config.max_cpu_lora_bytes,
-                max_disk_bytes=config.adapter_cache_bytes,
-                idle_s=config.adapter_idle_s,
-                max_lora_rank=config.max_lora_rank,
-            )
             for digest in config.pinned_adapters:
                 lora.pool.pin(digest)
-        except (ValueError, PinRefusedError) as error:
+        except PinRefusedError as error:
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
-    attention = open_attention(
-        model.attention_shape,
-        num_blocks=sizes.num_blocks,
-        block_size=config.block_size,
-        cache_dir=cache,
-        num_threads=torch.get_num_threads(),
-    )
-    runner = build_runner(
-        config,
-        model,
-        sizes,
-        attention=attention,
-        lora=lora.backend if lora else None,
-        slots=lora.pool if lora else None,
-        survivors=open_survivors(cache),
-    )
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
     fingerprint = fingerprint_model(config.model_dir, dtype=dtype, image=image)
@@ -223,30 +208,17 @@ def assemble_engine(
         "lora": lora.name if lora else "none",
         "linear": model.linear_name,
     }
-    row_rule_holds = recall_or_check(
-        cache / "row_rule",
-        {
-            "model": fingerprint,
-            "backends": backends,
-            "block_size": config.block_size,
-            "max_rows": config.max_num_batched_tokens,
-        },
-        lambda: (
-            check_row_rule(
-                runner,
-                lora=make_trial(lora, model_shape) if lora else None,
-                max_rows=config.max_num_batched_tokens,
-            ).holds
-        ),
-    )
+    if compute.plans is not None:
+        backends["plans"] = compute.plans.column
+    row_rule_holds = _does_row_rule_hold(config, compute, cache, fingerprint, backends)
     if config.speculative == "auto" and not row_rule_holds:
         # Tokens of one row computed together may then be other tokens than one by one.
         core.stop_drafting()
     facts = ReplicaFacts(
         model_fingerprint=fingerprint,
         kv_format=f"{block_format}/tp1",
-        device="cpu",
-        isa=torch.backends.cpu.get_cpu_capability(),
+        device=compute.device.name,
+        isa=compute.device.isa,
         dtype=dtype,
         torch_version=str(torch.__version__),
         backends=backends,
@@ -259,7 +231,40 @@ def assemble_engine(
         kv_bytes=sizes.num_blocks * config.block_size * sizes.kv_bytes_per_token,
         num_threads=torch.get_num_threads(),
     )
-    return AssembledEngine(core, facts, runner, lora, grammars)
+    return AssembledEngine(core, facts, runner, lora, grammars, compute.memory)
+
+
+def _does_row_rule_hold(
+    config: EngineConfig,
+    compute: Compute,
+    cache: Path,
+    fingerprint: str,
+    backends: dict[str, str],
+) -> bool:
+    if compute.plans is not None and not (
+        compute.device.is_cuda and compute.plans.column == "invariant"
+    ):
+        # `fast` plans do not promise it, and what the interpreter computes no user sees.
+        log.info("row_rule_not_promised", plans=compute.plans.column, device=compute.device.name)
+        return False
+    shape = ModelShape.from_config_json(config.model_dir / "config.json")
+    return recall_or_check(
+        cache / "row_rule",
+        {
+            "model": fingerprint,
+            "backends": backends,
+            "device": [compute.device.name, compute.device.isa],
+            "block_size": config.block_size,
+            "max_rows": config.max_num_batched_tokens,
+        },
+        lambda: (
+            check_row_rule(
+                compute.runner,
+                lora=make_trial(compute.lora, shape) if compute.lora else None,
+                max_rows=config.max_num_batched_tokens,
+            ).holds
+        ),
+    )
 
 
 def build_engine(config: EngineConfig) -> EngineCore:

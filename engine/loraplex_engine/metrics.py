@@ -258,6 +258,7 @@ class _StateCollector(Collector):
         yield self._counter("steps", "Engine steps.", stats.steps_total)
         yield from self._queue(stats)
         yield from self._speculation(stats)
+        yield from self._device(stats)
         yield from self._grammars(stats)
         yield self._counter(
             "mixed_steps",
@@ -312,6 +313,28 @@ class _StateCollector(Collector):
             "Widest gap that this replica's limits and the tenants of now make possible; what is not"
             " charged (rejected drafts, recomputed tokens, grammar time) is outside it.",
             stats.service_gap_bound,
+        )
+
+    def _device(self, stats: EngineStats) -> Iterator[Metric]:
+        memory = GaugeMetricFamily(
+            "loraplex:device_memory_bytes",
+            "A GPU's memory, by what it was given to at start.",
+            labels=["model_name", "use"],
+        )
+        for use, size in stats.device_memory_bytes.items():
+            memory.add_metric([self._model_name, use], size)
+        yield memory
+        yield self._gauge("graphs", "Recorded decoding steps.", stats.graphs_captured)
+        yield self._gauge(
+            "graph_capture_seconds", "What recording them took.", stats.graph_capture_seconds
+        )
+        yield self._counter(
+            "graph_replays", "Steps that replayed a recording.", stats.graph_replays_total
+        )
+        yield self._counter(
+            "eager_steps",
+            "Steps on a GPU that did not: prefill, drafts, or more rows than any recording has.",
+            stats.eager_steps_total,
         )
 
     def _speculation(self, stats: EngineStats) -> Iterator[Metric]:

@@ -345,6 +345,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     adapter_load_seconds_total: float = 0.0
+    # A GPU's; empty or 0 on a CPU.
+    device_memory_bytes: dict[str, int] = {}  # by use, as planned at start: `device.memory_profile`
+    graphs_captured: int = 0  # recorded decoding steps
+    graph_capture_seconds: float = 0.0
+    graph_replays_total: int = 0  # steps that replayed one
+    eager_steps_total: int = 0  # and those that did not
     grammar_queries_total: int = 0  # requests that brought a grammar, once each
     grammar_cache_hits_total: int = 0  # those whose grammar was there already, or known to fail
     grammar_compile_counts: list[int] = []  # by time: `structured.meter`'s buckets

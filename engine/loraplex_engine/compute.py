@@ -1,0 +1,345 @@
+"""All that computes, put together for the device at hand: model, attention, adapters, runner.
+
+On a CPU: the CPU's own backends. On a GPU: our Triton kernels, with everything that a step tells the device
+staged in one copy, decoding steps recorded, and the KV cache sized by what a trial run leaves of the memory.
+The Triton backends on a CPU run in Triton's interpreter, so that tests go the same way without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import torch
+from loraplex_kernels.plans import PlanTable, open_plans
+from loraplex_kernels.support import ARCHITECTURES, is_interpreted
+
+from loraplex_engine.artifact import ModelShape
+from loraplex_engine.attention.base import AttentionBackend
+from loraplex_engine.attention.setup import AttentionDevice, open_attention
+from loraplex_engine.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, EngineSizes
+from loraplex_engine.device.graphs import (
+    CudaGraphBackend,
+    DecodeGraphs,
+    GraphBackend,
+    row_buckets,
+)
+from loraplex_engine.device.inputs import StagedInputs
+from loraplex_engine.device.memory_profile import (
+    CudaMeter,
+    DeviceMeter,
+    MemoryPlan,
+    MemoryUse,
+    estimate_graphs,
+    largest_step,
+    plan_memory,
+)
+from loraplex_engine.device.selection import EngineDevice, select_device
+from loraplex_engine.device.staging import Staging
+from loraplex_engine.errors import ConfigError
+from loraplex_engine.lora.seam import CapturableLora
+from loraplex_engine.lora.setup import Lora, LoraDevice, open_lora
+from loraplex_engine.model.decoder import Decoder
+from loraplex_engine.model.loading import load_decoder, resolve_dtype
+from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load_model
+from loraplex_engine.sampling.device import GreedySampler
+from loraplex_engine.sampling.setup import open_survivors
+from loraplex_engine.threads import usable_cpus
+
+log = structlog.get_logger(__name__)
+
+# The kernels that the interpreter runs are those of this table.
+_INTERPRETED_ARCH: Final = "sm_90"
+# The start-up self-check tries steps of so many rows, whatever is served.
+_MIN_ROWS: Final = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What `open_compute` made."""
+
+    device: EngineDevice
+    model: Decoder
+    sizes: EngineSizes
+    attention: AttentionBackend[Any, Any]
+    lora: Lora | None
+    runner: ModelRunner
+    plans: PlanTable | None  # of Triton kernels; None: the CPU's own backends
+    memory: MemoryPlan | None  # of a GPU
+
+
+def open_compute(
+    config: EngineConfig,
+    *,
+    cache: Path,
+    graph_backend: GraphBackend | None = None,
+    device: EngineDevice | None = None,
+) -> Compute:
+    """Load the model and make its surroundings.
+
+    Args:
+        cache: folder for compiled kernels and fetched adapters.
+        graph_backend: records decoding steps; None: CUDA graphs on a GPU, nothing on a CPU.
+        device: None: as `config.device` says.
+
+    Raises:
+        ModelError, ConfigError: the model folder or a setting is wrong, or does not fit the device.
+    """
+    device = device or select_device(config.device)
+    if device.is_cuda:
+        torch.cuda.set_device(device.torch_device)
+    _check_backends(config, device)
+    if device.is_cuda or "triton" in (config.attention_backend, config.lora_backend):
+        return _TritonAssembly(config, device, cache, graph_backend).build()
+    if config.gpu_memory_utilization is not None:
+        log.warning("setting_has_no_effect", setting="gpu_memory_utilization", device=device.name)
+    model, sizes = load_model(config)
+    lora = _open_lora(config, cache, None)
+    attention = open_attention(
+        model.attention_shape,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size,
+        cache_dir=cache,
+        num_threads=torch.get_num_threads(),
+        backend=config.attention_backend,
+    )
+    runner = build_runner(
+        config,
+        model,
+        sizes,
+        attention=attention,
+        lora=lora.backend if lora else None,
+        slots=lora.pool if lora else None,
+        survivors=open_survivors(cache),
+    )
+    return Compute(device, model, sizes, attention, lora, runner, None, None)
+
+
+def _check_backends(config: EngineConfig, device: EngineDevice) -> None:
+    for name in ("attention_backend", "lora_backend"):
+        backend = getattr(config, name)
+        if device.is_cuda and backend not in ("auto", "triton"):
+            raise ConfigError(
+                f"{name} is {backend!r}, which computes on a CPU, but this engine runs on {device.name}:"
+                " use triton, or --device cpu"
+            )
+        if not device.is_cuda and backend == "triton" and not is_interpreted():
+            raise ConfigError(
+                f"{name} is 'triton', which needs a GPU, and the device is a CPU: use auto (for tests there is"
+                " Triton's interpreter, TRITON_INTERPRET=1)"
+            )
+    if not device.is_cuda and config.lora_backend == "triton" != config.attention_backend:
+        raise ConfigError(
+            "lora_backend is 'triton' on a CPU, where attention_backend must be 'triton' too"
+        )
+
+
+def _open_lora(config: EngineConfig, cache: Path, on_device: LoraDevice | None) -> Lora | None:
+    if config.store_url is None:
+        return None
+    try:
+        return open_lora(
+            store_url=config.store_url,
+            shape=ModelShape.from_config_json(config.model_dir / "config.json"),
+            cache_dir=cache,
+            max_loras=config.max_loras,
+            max_cpu_loras=config.max_cpu_loras,
+            max_cpu_lora_bytes=config.max_cpu_lora_bytes,
+            max_disk_bytes=config.adapter_cache_bytes,
+            idle_s=config.adapter_idle_s,
+            max_lora_rank=config.max_lora_rank,
+            backend=config.lora_backend,
+            on_device=on_device,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+
+
+class _TritonAssembly:
+    """The steps from settings to a runner on Triton backends, in the order that memory is taken."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: EngineDevice,
+        cache: Path,
+        graph_backend: GraphBackend | None,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._cache = cache
+        if graph_backend is None and device.is_cuda:
+            graph_backend = CudaGraphBackend(device.torch_device)
+        self._graph_backend = graph_backend
+        arch = device.support.name if device.support else _INTERPRETED_ARCH
+        assert arch in ARCHITECTURES
+        self._plans = open_plans(arch, "invariant" if config.batch_invariant else "fast")
+
+    def build(self) -> Compute:
+        config, device = self._config, self._device.torch_device
+        torch.set_num_threads(config.num_threads or usable_cpus())
+        dtype = resolve_dtype(config.dtype, device)
+        model = load_decoder(config.model_dir, dtype, device=device, plans=self._plans)
+        meter = CudaMeter(device) if self._device.is_cuda else None
+        weights_bytes = meter.allocated() if meter else 0
+        max_len = config.longest(model.config.max_position)
+        max_rows = max(config.max_num_seqs, _MIN_ROWS)
+        max_tokens = model.rows_for(max(config.max_num_batched_tokens, _MIN_ROWS))
+        staging = Staging(device)
+        inputs = StagedInputs(staging, config.max_num_seqs)
+        lora = _open_lora(
+            config,
+            self._cache,
+            LoraDevice(
+                device=device,
+                dtype=dtype,
+                plans=self._plans,
+                staging=staging,
+                max_tokens=max_tokens,
+                max_decode_tokens=config.max_num_seqs,
+            ),
+        )
+        attention = open_attention(
+            model.attention_shape,
+            num_blocks=1,
+            block_size=config.block_size,
+            cache_dir=self._cache,
+            num_threads=torch.get_num_threads(),
+            backend=config.attention_backend,
+            on_device=AttentionDevice(
+                device=device,
+                plans=self._plans,
+                staging=staging,
+                max_tokens=max_tokens,
+                max_rows=max_rows,
+                max_blocks_per_row=-(-max_len // config.block_size),
+            ),
+        )
+        inputs.reserve_large(max_tokens)
+        staging.seal()
+        graphs = self._graphs(lora)
+        block_bytes = attention.kv_bytes_per_block() * model.config.num_layers
+        given = self._sizes(model, None) if self._is_size_given() or meter is None else None
+        runner = ModelRunner(
+            model,
+            attention,
+            RunnerLimits(
+                num_blocks=1,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_len,
+            ),
+            lora=lora.backend if lora else None,
+            slots=lora.pool if lora else None,
+            survivors=open_survivors(self._cache),
+            inputs=inputs,
+            graphs=graphs,
+            on_device=GreedySampler(),
+        )
+        memory = None
+        if meter is not None:
+            profile = _Profile(meter, runner, weights_bytes, lora.device_bytes if lora else 0)
+            use = profile.measure(config, max_tokens=config.max_num_batched_tokens, max_len=max_len)
+            memory = plan_memory(
+                device_bytes=meter.device_bytes(),
+                utilization=config.gpu_memory_utilization
+                or (1.0 if given else DEFAULT_GPU_MEMORY_UTILIZATION),
+                use=use,
+                needed_kv_bytes=given.num_blocks * block_bytes if given else block_bytes,
+            )
+            if given is not None:
+                memory = replace(memory, kv_bytes=given.num_blocks * block_bytes)
+        sizes = given or self._sizes(model, memory.kv_bytes if memory else None)
+        runner.resize(num_blocks=sizes.num_blocks, max_model_len=sizes.max_model_len)
+        if graphs is not None and config.cuda_graphs and self._graph_backend is not None:
+            self._capture(runner, graphs)
+        if memory is not None:
+            log.info("device_memory", device=self._device.name, **memory.by_use())
+        return Compute(self._device, model, sizes, attention, lora, runner, self._plans, memory)
+
+    def _graphs(self, lora: Lora | None) -> DecodeGraphs | None:
+        """Steps padded to buckets; recorded or not is another question."""
+        if lora is not None and not isinstance(lora.backend, CapturableLora):
+            return None
+        adapters = lora.backend.active_buckets if lora else ()
+        return DecodeGraphs(self._graph_backend, row_buckets(self._config.max_num_seqs), adapters)
+
+    def _is_size_given(self) -> bool:
+        return self._config.num_blocks is not None or self._config.kv_memory_bytes is not None
+
+    def _sizes(self, model: Decoder, free_bytes: int | None) -> EngineSizes:
+        shape = model.config
+        return self._config.sizes(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype_bytes=model.dtype.itemsize,
+            max_position_embeddings=shape.max_position,
+            free_bytes=free_bytes,
+        )
+
+    @staticmethod
+    def _capture(runner: ModelRunner, graphs: DecodeGraphs) -> None:
+        started = time.perf_counter()
+        for key in graphs.keys:
+            runner.forward_pass.capture(key)
+        log.info(
+            "graphs_captured", count=graphs.num_captured, seconds=time.perf_counter() - started
+        )
+
+
+class _Profile:
+    """Measures what a runner takes besides its KV cache, of which it has one block meanwhile."""
+
+    def __init__(
+        self, meter: DeviceMeter, runner: ModelRunner, weights_bytes: int, lora_bytes: int
+    ) -> None:
+        self._meter = meter
+        self._runner = runner
+        self._weights_bytes = weights_bytes
+        self._lora_bytes = lora_bytes
+
+    def measure(self, config: EngineConfig, *, max_tokens: int, max_len: int) -> MemoryUse:
+        """Run the largest step, and record two graphs for trial."""
+        meter, runner = self._meter, self._runner
+        standing = meter.allocated()
+        meter.start_peak()
+        runner.launch(
+            largest_step(
+                max_tokens=max_tokens,
+                max_rows=config.max_num_seqs,
+                max_len=max_len,
+                # No slot holds an adapter yet, and a step with an empty one does not run. What LoRA needs
+                # besides is its backend's from the start.
+                num_slots=0,
+            )
+        )
+        runner.collect()
+        activations = meter.peak() - standing
+        graphs_bytes = self._measure_graphs() if config.cuda_graphs else 0
+        meter.tidy()
+        return MemoryUse(
+            weights=self._weights_bytes,
+            lora=self._lora_bytes,
+            staging=standing - self._weights_bytes - self._lora_bytes,
+            activations=activations,
+            graphs=graphs_bytes,
+            outside=meter.taken() - meter.allocated(),
+        )
+
+    def _measure_graphs(self) -> int:
+        graphs = self._runner.graphs
+        if graphs is None:
+            return 0
+        fills = []
+        for key in (graphs.keys[0], graphs.keys[-1]):
+            self._meter.tidy()
+            before = self._meter.taken()
+            self._runner.forward_pass.capture(key)
+            fills.append(self._meter.taken() - before)
+        graphs.forget()
+        self._meter.tidy()
+        return estimate_graphs(fills[0], fills[1], len(graphs.keys))
