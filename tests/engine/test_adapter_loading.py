@@ -28,6 +28,7 @@ from tests.support.adapter_files import (
     make_adapter,
     native_cache_dir,
 )
+from tests.support.core_driver import run_to_end
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 DEADLINE_S = 60.0
@@ -155,7 +156,7 @@ def test_counters_and_metrics_tell_what_is_where(remote_setting: Setting, tmp_pa
     try:
         for index, digest in enumerate([*remote_setting.digests[:3], "sha256:" + "0" * 64]):
             core.add(make_request(f"r{index}", digest))
-            _finish(engine)
+            run_to_end(engine.core)
         assert engine.lora is not None
         give_up_s = time.monotonic() + DEADLINE_S
         while engine.stats().adapters_loading:
@@ -189,13 +190,6 @@ def _own_copies(native_cache: Path, root: Path) -> Path:
     (root / "cache").mkdir()
     (root / "cache" / "native").symlink_to(native_cache / "native")
     return root / "cache"
-
-
-def _finish(engine: AssembledEngine) -> None:
-    give_up_s = time.monotonic() + DEADLINE_S
-    while engine.core.has_work():
-        assert time.monotonic() < give_up_s
-        engine.core.step()
 
 
 # ----------------------------------------------------------------------------------------- settings

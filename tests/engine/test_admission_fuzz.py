@@ -6,7 +6,6 @@ with a tiny random model, and leaves nothing behind.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from loraplex_engine.protocol import (
 )
 from loraplex_engine.runner import build_runner, load_model
 
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import FakeAdapterPool
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 VOCAB = TinyShape().vocab_size
-_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +119,6 @@ _PROMPTS = st.lists(_IDS, min_size=1, max_size=20) | st.lists(
 )
 
 
-def _run(core: EngineCore) -> list[TokenEvent]:
-    events: list[TokenEvent] = []
-    give_up_s = time.monotonic() + _DEADLINE_S
-    while core.has_work():
-        assert time.monotonic() < give_up_s, "the engine does not get on"
-        events += core.step()
-        core.check()
-    return events
-
-
 def test_what_is_admitted_never_raises_in_the_loop(model_dir: Path) -> None:
     seen: Counter[str] = Counter()
     core = _core(model_dir)
@@ -159,7 +148,7 @@ def test_what_is_admitted_never_raises_in_the_loop(model_dir: Path) -> None:
                 assert len(refusal) < 300, refusal
             else:
                 admitted[request.request_id] = request
-        events = _run(core)
+        events = run_to_end(core)
         _check(events, admitted)
         seen["admitted"] += len(admitted)
         seen["stuck"] += sum(event.error_code == "no_token_allowed" for event in events)

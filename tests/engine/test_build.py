@@ -15,9 +15,9 @@ import zmq
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.block_events import TOPIC, BlockMirror, decode_batch
 from loraplex_engine.build import assemble_engine, build_engine
-from loraplex_engine.client import EngineClient, EngineRejectedError
+from loraplex_engine.client import EngineClient, EnginePinRefusedError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.errors import ConfigError, ModelError, PinRefusedError
+from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 from loraplex_engine.row_rule_verdict import recall_or_check
@@ -25,6 +25,7 @@ from loraplex_engine.server import EngineServer, ServerOptions
 from prometheus_client import generate_latest
 
 from tests.support.adapter_files import make_adapter
+from tests.support.core_driver import run_to_end
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 DEADLINE_S = 60.0
@@ -217,7 +218,7 @@ async def test_a_pin_at_run_time_loads_the_adapter_and_keeps_it(
 ) -> None:
     """Three places and two slots: one pin, which whatever is asked for meanwhile does not evict."""
     assert await replica.client.pin(digests[0]) == [digests[0]]
-    with pytest.raises(PinRefusedError, match="1 adapters can be pinned") as refused:
+    with pytest.raises(EnginePinRefusedError, match="1 adapters can be pinned") as refused:
         await replica.client.pin(digests[1])
     assert refused.value.code == "too_many_pins"
     async with asyncio.timeout(DEADLINE_S):
@@ -260,9 +261,7 @@ def test_without_a_store_only_the_base_runs(
     core.add(make_request("base", [5, 6], None, 3))
     core.add(make_request("adapter", [5, 6], "sha256:" + "1" * 64, 3))
 
-    events: list[TokenEvent] = []
-    while core.has_work():
-        events += core.step()
+    events = run_to_end(core)
 
     reasons = {e.request_id: e.finish_reason for e in events if e.finish_reason is not None}
     assert reasons == {"base": "length", "adapter": "error"}

@@ -185,18 +185,17 @@ def test_choices_that_run_one_after_the_other_share_the_prompt(has_prefix_cache:
     engine = make_engine(has_prefix_cache=has_prefix_cache, max_num_seqs=1)
     request = make_request(prompt=PROMPT, n=4, max_tokens=12)
 
+    num_held: list[int] = []
     engine.core.add(request)
-    events, most_held = [], 0
-    while engine.core.has_work():
-        events += engine.core.step()
-        engine.core.check()
-        most_held = max(most_held, engine.pool.num_blocks - engine.pool.num_free)
+    events = engine.run(
+        after_step=lambda: num_held.append(engine.pool.num_blocks - engine.pool.num_free)
+    )
 
     assert said(collect_choices(events)["r0"]) == solo_choices(request)
     assert sum(computed(engine)) == 10 + 3 + 4 * 11
     # After a step that ends nobody: 20 tokens of one choice, and the block of the prompt that each copies;
     # not what the first one said.
-    assert most_held == 5 + 1
+    assert max(num_held) == 5 + 1
     engine.assert_idle()
 
 

@@ -22,6 +22,7 @@ from loraplex_engine.errors import (
 )
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import (
     EOS,
     VOCAB_SIZE,
@@ -483,12 +484,37 @@ def test_build_core_runs_as_configured(tmp_path_factory: pytest.TempPathFactory)
     request = make_request(prompt=list(range(1, 20)))
     core.add(request)
 
-    events: list[TokenEvent] = []
-    while core.has_work():
-        events += core.step()
+    events = run_to_end(core)
 
     assert collect_outcomes(events)["r0"].token_ids == solo_output(request)[0]
     assert [step.num_tokens for step in runner.steps] == [8, 8, 3, 1, 1, 1]
+
+
+def test_every_request_that_was_taken_is_counted_once_under_one_reason() -> None:
+    """Fault 58: whatever its choices and however it ended; one that was refused never."""
+    engine = make_engine(num_blocks=12, max_num_seqs=3, max_waiting=8)
+    engine.adapters.fail("gone", AdapterUnavailableError("gone"))
+    engine.runner.poisoned_seeds.add(99)
+    requests = [
+        make_request("length", max_tokens=9, n=3),
+        make_request("stop", ignore_eos=False, stop_token_ids=tuple(range(1, 60)), max_tokens=30),
+        make_request("aborted", max_tokens=30),
+        make_request("unavailable", adapter="gone"),
+        make_request("poisoned", seed=99),
+        make_request("late", deadline_unix_s=1_000.5),
+    ]
+    for request in requests:
+        engine.core.add(request)
+    with pytest.raises(QueueFullError):
+        engine.core.add(make_request("refused"))
+    engine.core.step()
+    engine.clock.now_s += 1.0
+    engine.core.abort("aborted", 0)
+    engine.run()
+
+    stats = engine.core.stats()
+    assert stats.requests_finished_total == {"length": 1, "stop": 1, "abort": 1, "error": 3}
+    assert sum(stats.queue_time_counts) == 4, "those that ran, each once"
 
 
 # ------------------------------------------------------------------ a crowd
@@ -520,12 +546,11 @@ def test_a_crowd_with_random_aborts_leaves_nothing_behind() -> None:
     for request in requests.values():
         engine.core.add(request)
 
-    events: list[TokenEvent] = []
-    while engine.core.has_work():
-        events += engine.core.step()
-        engine.core.check()
+    def abort_one() -> None:
         if draw.random() < 0.3:
             engine.core.abort(f"r{draw.randrange(300)}", 0)
+
+    events = engine.run(after_step=abort_one)
 
     engine.assert_idle()
     outcomes = collect_outcomes(events)

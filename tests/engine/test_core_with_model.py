@@ -7,7 +7,6 @@ the same tokens and the same bits of their logprobs, greedy and sampled, for bas
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,16 @@ from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.lora.setup import BackendName, Lora, open_lora
-from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs
+from loraplex_engine.protocol import Generate, SamplingParams, TokenLogprobs
 from loraplex_engine.runner import build_runner, load_model
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import FakeAdapterPool, collect_outcomes, make_request
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 Output = tuple[list[int], list[TokenLogprobs]]
-
-DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,7 @@ def make_core(stand: Stand, open_pools: list[Lora], **settings: Any) -> EngineCo
 def run(core: EngineCore, requests: list[Generate]) -> dict[str, Output]:
     for request in requests:
         core.add(request)
-    events: list[TokenEvent] = []
-    give_up_s = time.monotonic() + DEADLINE_S
-    while core.has_work():
-        assert time.monotonic() < give_up_s
-        events += core.step()
-        core.check()
+    events = run_to_end(core)
     logprobs: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
     for event in events:
         logprobs[event.request_id] += event.logprobs or []

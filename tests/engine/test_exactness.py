@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ import msgspec
 import pytest
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.core import EngineCore
-from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
+from loraplex_engine.protocol import Generate, SamplingParams
 from loraplex_engine.runner import ModelRunner
 from loraplex_engine.sampling import filters as filters_module
 from loraplex_engine.sampling.sampler import GumbelSurvivors
@@ -32,12 +31,12 @@ from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter, native_cache_dir
 from tests.support.choice_outcomes import collect_choices
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import make_request
 from tests.support.model_stand import ModelStand
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 VOCAB = TinyShape().vocab_size
-DEADLINE_S = 200.0
 
 GREEDY = SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(
@@ -246,12 +245,7 @@ def run(core: EngineCore, requests: Sequence[Generate]) -> dict[str, Answer]:
     """All at once; answers by name, without the suffix behind "#"."""
     for request in requests:
         core.add(request)
-    events: list[TokenEvent] = []
-    give_up_s = time.monotonic() + DEADLINE_S
-    while core.has_work():
-        assert time.monotonic() < give_up_s
-        events += core.step()
-    core.check()
+    events = run_to_end(core, checks_steps=False)
     answers: dict[str, Answer] = {}
     for request_id, choices in collect_choices(events).items():
         answers[request_id.partition("#")[0]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 
 from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter, native_cache_dir
+from tests.support.core_driver import run_to_end
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
-DEADLINE_S = 60.0
 PROMPT = list(range(3, 40))
 
 
@@ -61,11 +60,8 @@ class Tenants:
     def finish(self) -> dict[str, list[TokenEvent]]:
         """Step until nothing is left; the events of each request."""
         events: dict[str, list[TokenEvent]] = {}
-        give_up_s = time.monotonic() + DEADLINE_S
-        while self.engine.core.has_work():
-            assert time.monotonic() < give_up_s
-            for event in self.engine.core.step():
-                events.setdefault(event.request_id, []).append(event)
+        for event in run_to_end(self.engine.core):
+            events.setdefault(event.request_id, []).append(event)
         return events
 
     def answer(self, digest: str | None, **request: Any) -> list[tuple[Any, ...]]:

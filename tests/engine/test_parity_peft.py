@@ -20,6 +20,7 @@ from loraplex_engine.protocol import Generate, SamplingParams
 from transformers import AutoTokenizer
 
 from tests.support.adapter_files import native_cache_dir
+from tests.support.core_driver import run_to_end
 from tests.support.peft_oracle import Continuation, PeftOracle, save_random_adapter
 from tests.support.tiny_model import TinyShape, load_oracle, write_tiny_model
 
@@ -186,15 +187,12 @@ class Served:
                     adapter_digest=None if job.adapter is None else self.digests[job.adapter],
                 )
             )
-        give_up_s = time.monotonic() + DEADLINE_S
-        while core.has_work():
-            assert time.monotonic() < give_up_s
-            for event in core.step():
-                assert event.finish_reason in (None, "length"), event.error_message
-                results[event.request_id].token_ids.extend(event.token_ids)
-                results[event.request_id].logprobs.extend(
-                    logprobs.logprob for logprobs in event.logprobs or []
-                )
+        for event in run_to_end(core, checks_steps=False):
+            assert event.finish_reason in (None, "length"), event.error_message
+            results[event.request_id].token_ids.extend(event.token_ids)
+            results[event.request_id].logprobs.extend(
+                logprobs.logprob for logprobs in event.logprobs or []
+            )
         return list(results.values())
 
 

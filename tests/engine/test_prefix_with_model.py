@@ -8,7 +8,6 @@ and adapter rows, in fp32 and bf16, on every attention backend; each test proves
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +23,19 @@ from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.kv.prefix_cache import PrefixCache
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
-from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent, TokenLogprobs, Usage
+from loraplex_engine.protocol import Generate, SamplingParams, TokenLogprobs, Usage
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
 from tests.support.choice_outcomes import Choices, collect_choices, single
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import make_request
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 DType = Literal["float32", "bfloat16"]
 Said = tuple[dict[int, list[int]], dict[int, list[TokenLogprobs]]]  # by choice
 
-DEADLINE_S = 120.0
 BLOCK_SIZE = 8
 VOCAB_SIZE = TinyShape().vocab_size
 
@@ -117,15 +116,7 @@ class Engine:
         """All at once; what each said, in order."""
         for request in requests:
             self.core.add(request)
-        events: list[TokenEvent] = []
-        give_up_s = time.monotonic() + DEADLINE_S
-        while self.core.has_work():
-            assert time.monotonic() < give_up_s
-            events += self.core.step()
-            self.core.check()
-            if each_step is not None:
-                each_step()
-        collected = collect_choices(events)
+        collected = collect_choices(run_to_end(self.core, after_step=each_step))
         return [collected[request.request_id] for request in requests]
 
 

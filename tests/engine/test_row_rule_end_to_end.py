@@ -9,22 +9,17 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.attention.base import AttentionBackend
-from loraplex_engine.attention.setup import open_attention
-from loraplex_engine.model.decoder import Decoder
-from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.protocol import SamplingParams
-from loraplex_engine.runner import ModelRunner, RunnerLimits
-from loraplex_kernels.cpu.build import NativeBuildError
+from loraplex_engine.runner import RunnerLimits
 
 from tests.support.adapter_files import native_cache_dir
+from tests.support.runner_cases import RunnerCase, open_case
 from tests.support.step_driver import DrivenRequest, StepDriver, driven
-from tests.support.tiny_model import TinyShape, write_tiny_model
+from tests.support.tiny_model import TinyShape
 
 LIMITS = RunnerLimits(num_blocks=256, block_size=16, max_num_seqs=24, max_model_len=1024)
 SAMPLED = SamplingParams(max_tokens=99, temperature=0.8, seed=7, logprobs=3)
@@ -37,14 +32,6 @@ class Trace:
     output: tuple[int, ...]
     logprobs: tuple[object, ...]
     kv: bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A model on one attention backend."""
-
-    model: Decoder
-    attention: AttentionBackend[Any, Any]
 
 
 HEAD64 = TinyShape(
@@ -64,28 +51,10 @@ BIAS = TinyShape(kind="qwen2", num_heads=5, num_kv_heads=5, head_dim=16, num_lay
     ],
     ids=["fp32-odd-widths", "bf16-odd-widths", "fp32-head64", "fp32-native", "bf16-bias-native"],
 )
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunnerCase:
     shape, dtype, backend = request.param
-    model = load_decoder(write_tiny_model(tmp_path_factory.mktemp("tiny"), shape), dtype)
-    try:
-        attention = open_attention(
-            model.attention_shape,
-            num_blocks=LIMITS.num_blocks,
-            block_size=LIMITS.block_size,
-            cache_dir=native_cache_dir(request.config),
-            num_threads=torch.get_num_threads(),
-            backend=backend,
-        )
-    except NativeBuildError as error:
-        pytest.skip(f"no C compiler here: {error}")
-    return Case(model, attention)
-
-
-def new_driver(case: Case, seed: int = 0) -> StepDriver:
-    runner = ModelRunner(case.model, case.attention, LIMITS)
-    for kv in runner.kv_layers:
-        kv[:-1] = float("nan")  # the last slot may be the backend's own
-    return StepDriver(runner, seed)
+    folder, cache_dir = tmp_path_factory.mktemp("tiny"), native_cache_dir(request.config)
+    return open_case(folder, shape, dtype, backend, LIMITS, cache_dir=cache_dir)
 
 
 def trace(driver: StepDriver, request: DrivenRequest) -> Trace:
@@ -96,13 +65,13 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(3, 131), k=length)
 
 
-def alone(case: Case, tokens: list[int]) -> Trace:
+def alone(case: RunnerCase, tokens: list[int]) -> Trace:
     return _alone(case, tuple(tokens))
 
 
 @functools.cache
-def _alone(case: Case, tokens: tuple[int, ...]) -> Trace:
-    driver, request = new_driver(case), driven(tokens, SAMPLED)
+def _alone(case: RunnerCase, tokens: tuple[int, ...]) -> Trace:
+    driver, request = case.new_driver(), driven(tokens, SAMPLED)
     driver.prefill(request, len(tokens))
     driver.decode([request], 6)
     return trace(driver, request)
@@ -112,9 +81,9 @@ def _alone(case: Case, tokens: tuple[int, ...]) -> Trace:
     ("length", "chunk"),
     [(63, 1), (150, 1), (63, 7), (150, 7), (530, 7), (150, 100), (600, 100), (600, 333)],
 )
-def test_chunked_prefill_equals_whole_prefill(case: Case, length: int, chunk: int) -> None:
+def test_chunked_prefill_equals_whole_prefill(case: RunnerCase, length: int, chunk: int) -> None:
     tokens = prompt(length)
-    driver, request = new_driver(case, seed=chunk), driven(tokens, SAMPLED)
+    driver, request = case.new_driver(seed=chunk), driven(tokens, SAMPLED)
 
     driver.prefill(request, chunk)
     driver.decode([request], 6)
@@ -123,9 +92,9 @@ def test_chunked_prefill_equals_whole_prefill(case: Case, length: int, chunk: in
 
 
 @pytest.mark.parametrize("num_neighbours", [1, 2, 4, 15])
-def test_batched_equals_alone(case: Case, num_neighbours: int) -> None:
+def test_batched_equals_alone(case: RunnerCase, num_neighbours: int) -> None:
     tokens = prompt(200)
-    driver, request = new_driver(case, seed=num_neighbours), driven(tokens, SAMPLED)
+    driver, request = case.new_driver(seed=num_neighbours), driven(tokens, SAMPLED)
     neighbours = [driven(prompt(31 * n % 400 + 1, seed=n)) for n in range(num_neighbours)]
 
     # Prefill of all in one step, the victim in the middle of it, then decodes in changing company.
@@ -138,9 +107,9 @@ def test_batched_equals_alone(case: Case, num_neighbours: int) -> None:
     assert trace(driver, request) == alone(case, tokens)
 
 
-def test_decode_beside_a_prefill_equals_alone(case: Case) -> None:
+def test_decode_beside_a_prefill_equals_alone(case: RunnerCase) -> None:
     tokens = prompt(90)
-    driver, request = new_driver(case), driven(tokens, SAMPLED)
+    driver, request = case.new_driver(), driven(tokens, SAMPLED)
     long = driven(prompt(900, seed=5))
     driver.prefill(request, 90)
 
@@ -150,9 +119,9 @@ def test_decode_beside_a_prefill_equals_alone(case: Case) -> None:
     assert trace(driver, request) == alone(case, tokens)
 
 
-def test_preempted_and_resumed_equals_undisturbed(case: Case) -> None:
+def test_preempted_and_resumed_equals_undisturbed(case: RunnerCase) -> None:
     tokens = prompt(120)
-    driver, request = new_driver(case), driven(tokens, SAMPLED)
+    driver, request = case.new_driver(), driven(tokens, SAMPLED)
     driver.prefill(request, 64)
     driver.decode([request], 3)
 
@@ -165,9 +134,9 @@ def test_preempted_and_resumed_equals_undisturbed(case: Case) -> None:
     assert trace(driver, request) == alone(case, tokens)
 
 
-def test_a_neighbour_full_of_nan_changes_nothing(case: Case) -> None:
+def test_a_neighbour_full_of_nan_changes_nothing(case: RunnerCase) -> None:
     tokens = prompt(40)
-    driver, request = new_driver(case), driven(tokens, SAMPLED)
+    driver, request = case.new_driver(), driven(tokens, SAMPLED)
     poisoned = driven(prompt(40, seed=3))
     driver.step([(poisoned, 40), (request, 40)])
     driver.poison(poisoned)
@@ -179,7 +148,7 @@ def test_a_neighbour_full_of_nan_changes_nothing(case: Case) -> None:
     assert trace(driver, request) == alone(case, tokens)
 
 
-def test_results_are_finite_numbers(case: Case) -> None:
+def test_results_are_finite_numbers(case: RunnerCase) -> None:
     """Guards the tests above: NaN equal to NaN would prove nothing."""
     result = alone(case, prompt(200))
 

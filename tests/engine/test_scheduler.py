@@ -10,6 +10,7 @@ from loraplex_engine.errors import (
 )
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import (
     FakeEngine,
     collect_outcomes,
@@ -153,12 +154,10 @@ def test_a_preemptions_blocks_serve_the_row_that_asked_in_the_same_step() -> Non
     for request in requests:
         engine.core.add(request)
 
-    events = []
-    while engine.core.has_work():
-        events += engine.core.step()
+    def assert_progress() -> None:
         assert engine.core.last_step_num_tokens > 0
 
-    assert_all_solo(engine, requests, events)
+    assert_all_solo(engine, requests, engine.run(after_step=assert_progress))
 
 
 def test_a_preempted_partial_prefill_resumes() -> None:
@@ -192,9 +191,7 @@ def test_a_lone_row_that_exhausts_the_pool_ends_with_length() -> None:
     request = make_request(prompt=[1, 2, 3], max_tokens=12)
     engine.core.add(request)
 
-    events = []
-    while engine.core.has_work():
-        events += engine.core.step()
+    events = run_to_end(engine.core, checks_end=False)  # not with blocks that nobody owns
 
     outcome = collect_outcomes(events)["r0"]
     assert outcome.terminal is not None
@@ -380,8 +377,7 @@ def test_a_lease_that_nobody_gave_back_shows(monkeypatch: pytest.MonkeyPatch) ->
     engine = make_engine()
     monkeypatch.setattr(engine.adapters, "release", lambda digest, tenant_id: None)
     engine.core.add(make_request("r0", adapter="a"))
-    while engine.core.has_work():
-        engine.core.step()
+    run_to_end(engine.core, checks_end=False)
 
     assert engine.core.stats().adapter_leases == 1
     with pytest.raises(AssertionError, match="lease"):

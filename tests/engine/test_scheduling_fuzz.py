@@ -1,4 +1,4 @@
-"""Scheduling under any sequence of calls: each policy, both admissions, pools of a few blocks.
+"""Scheduling under any sequence of calls: each policy, both admissions, drafts, pools of a few blocks.
 
 Whatever happens: the invariants hold after every call, a step computes something if anything can run,
 every request ends exactly once with the tokens it would get alone, `reserve` never preempts, and tenants'
@@ -20,9 +20,11 @@ from loraplex_engine.errors import (
 )
 from loraplex_engine.policies import make_policy, max_charge
 from loraplex_engine.protocol import Generate, TokenEvent
+from loraplex_engine.speculative import Drafter
 
 from tests.support.choice_outcomes import collect_choices, solo_choices
 from tests.support.engine_fakes import digest, make_engine, make_request
+from tests.support.oracle_drafts import Oracle, choices_of
 
 ADAPTERS = ("a", "b", "broken")
 WEIGHTS = {"x": 1.0, "y": 0.5, "z": 4.0}
@@ -47,6 +49,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         watermark=st.integers(0, 2),
         num_slots=st.integers(1, 2),
         has_prefix_cache=st.booleans(),
+        lie_every=st.sampled_from([None, None, 0, 2, 5]),
     )
     def start(
         self,
@@ -63,7 +66,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         watermark: int,
         num_slots: int,
         has_prefix_cache: bool,
+        lie_every: int | None,
     ) -> None:
+        self.oracle = Oracle(lie_every=lie_every or 0)
         most_charged = max_charge(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=rows,
@@ -86,6 +91,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             admission=admission,
             num_slots=num_slots,
             has_prefix_cache=has_prefix_cache,
+            drafter=None if lie_every is None else Drafter(self.oracle, 3),
             policy=make_policy(policy, aging_s=aging_s, most_charged=most_charged),
         )
         self.widest_bound = most_charged / min(WEIGHTS.values())
@@ -139,6 +145,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             refusal = error
         if refusal is None:
             self.requests[name] = request
+            self.oracle.requests += choices_of(request)
         elif isinstance(refusal, NeverFitsError):
             bound = min(MAX_MODEL_LEN, self.engine.scheduler.num_kv_slots)
             assert len(prompt) + max_tokens > bound

@@ -5,24 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.attention.base import AttentionBackend
-from loraplex_engine.attention.setup import open_attention
 from loraplex_engine.model.decoder import Decoder
-from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
 from loraplex_engine.step import NewRow, Step
-from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import native_cache_dir
-from tests.support.step_driver import GREEDY, DrivenRequest, StepDriver, driven
-from tests.support.tiny_model import TinyShape, write_tiny_model
+from tests.support.runner_cases import RunnerCase, open_case
+from tests.support.step_driver import GREEDY, DrivenRequest, driven
+from tests.support.tiny_model import TinyShape
 
 LIMITS = RunnerLimits(num_blocks=64, block_size=8, max_num_seqs=8, max_model_len=256)
 SHAPE = TinyShape(is_tied=False)  # an embedding can be poisoned without its head
@@ -54,14 +50,6 @@ SAMPLINGS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A model on one attention backend."""
-
-    model: Decoder
-    attention: AttentionBackend[Any, Any]
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -72,28 +60,10 @@ class Case:
     ],
     ids=["fp32-torch", "bf16-torch", "fp32-native", "bf16-native"],
 )
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunnerCase:
     dtype, backend = request.param
-    model = load_decoder(write_tiny_model(tmp_path_factory.mktemp("tiny"), SHAPE), dtype)
-    try:
-        attention = open_attention(
-            model.attention_shape,
-            num_blocks=LIMITS.num_blocks,
-            block_size=LIMITS.block_size,
-            cache_dir=native_cache_dir(request.config),
-            num_threads=torch.get_num_threads(),
-            backend=backend,
-        )
-    except NativeBuildError as error:
-        pytest.skip(f"no C compiler here: {error}")
-    return Case(model, attention)
-
-
-def new_driver(case: Case, seed: int = 0) -> StepDriver:
-    runner = ModelRunner(case.model, case.attention, LIMITS)
-    for kv in runner.kv_layers:
-        kv[:-1] = float("nan")  # the last slot may be the backend's own
-    return StepDriver(runner, seed)
+    folder, cache_dir = tmp_path_factory.mktemp("tiny"), native_cache_dir(request.config)
+    return open_case(folder, SHAPE, dtype, backend, LIMITS, cache_dir=cache_dir)
 
 
 @contextmanager
@@ -111,8 +81,10 @@ def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(3, VOCAB), k=length)
 
 
-def plain(case: Case, sampling: SamplingParams, num_output: int) -> tuple[DrivenRequest, bytes]:
-    driver, request = new_driver(case), driven(prompt(21), sampling)
+def plain(
+    case: RunnerCase, sampling: SamplingParams, num_output: int
+) -> tuple[DrivenRequest, bytes]:
+    driver, request = case.new_driver(), driven(prompt(21), sampling)
     driver.prefill(request, 21)
     driver.decode([request], num_output - 1)
     return request, driver.kv_bytes(request)
@@ -127,10 +99,10 @@ def with_lies(draw: random.Random, truth: list[int], known: int, count: int) -> 
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_with_drafts_and_without_every_bit_is_the_same(case: Case, kind: str) -> None:
+def test_with_drafts_and_without_every_bit_is_the_same(case: RunnerCase, kind: str) -> None:
     sampling = SAMPLINGS[kind]
     alone, kv = plain(case, sampling, 40)
-    driver, request = new_driver(case, seed=3), driven(prompt(21), sampling)
+    driver, request = case.new_driver(seed=3), driven(prompt(21), sampling)
     neighbour = driven(prompt(90))
     draw = random.Random(kind)
     driver.prefill(request, 21)
@@ -154,9 +126,9 @@ def test_with_drafts_and_without_every_bit_is_the_same(case: Case, kind: str) ->
     assert rejected > 0
 
 
-def test_rows_with_and_without_drafts_share_a_step(case: Case) -> None:
+def test_rows_with_and_without_drafts_share_a_step(case: RunnerCase) -> None:
     alone = {kind: plain(case, sampling, 12)[0] for kind, sampling in SAMPLINGS.items()}
-    driver = new_driver(case)
+    driver = case.new_driver()
     rows = [driven(prompt(21), sampling) for sampling in SAMPLINGS.values()]
     driver.step([(row, 21) for row in rows])
 
@@ -177,10 +149,10 @@ def test_rows_with_and_without_drafts_share_a_step(case: Case) -> None:
         assert len(row.logprobs) == (0 if row.sampling.logprobs is None else len(row.output))
 
 
-def test_each_position_has_its_own_mask(case: Case) -> None:
+def test_each_position_has_its_own_mask(case: RunnerCase) -> None:
     """An id that the second position alone forbids: the first may sample it, the second does not."""
     truth = plain(case, GREEDY, 6)[0].output
-    driver, request = new_driver(case), driven(prompt(21))
+    driver, request = case.new_driver(), driven(prompt(21))
     driver.prefill(request, 21)
     masks = np.full((3, -(-VOCAB // 32)), 0xFFFF_FFFF, np.uint32)
     forbidden = truth[2]
@@ -194,10 +166,10 @@ def test_each_position_has_its_own_mask(case: Case) -> None:
 
 
 def test_a_draft_behind_which_nothing_may_come_ends_the_row_one_step_later_as_without(
-    case: Case,
+    case: RunnerCase,
 ) -> None:
     truth = plain(case, GREEDY, 6)[0].output
-    driver, request = new_driver(case), driven(prompt(21))
+    driver, request = case.new_driver(), driven(prompt(21))
     driver.prefill(request, 21)
     masks = np.full((4, -(-VOCAB // 32)), 0xFFFF_FFFF, np.uint32)
     masks[2] = 0
@@ -212,11 +184,11 @@ def test_a_draft_behind_which_nothing_may_come_ends_the_row_one_step_later_as_wi
     assert list(result.stuck) == [0]
 
 
-def test_a_rejected_draft_with_nan_logits_harms_nobody(case: Case) -> None:
+def test_a_rejected_draft_with_nan_logits_harms_nobody(case: RunnerCase) -> None:
     """Logits behind a wrong draft are of a text that never was: they must not end the row."""
     truth = plain(case, GREEDY, 6)[0].output
     wrong = next(i for i in range(VOCAB) if i not in truth[1:])
-    driver, request = new_driver(case), driven(prompt(21))
+    driver, request = case.new_driver(), driven(prompt(21))
     driver.prefill(request, 21)
     with poisoned(case.model, wrong):
         result = driver.step([(request, 1)], drafts={0: (truth[1], wrong, wrong)})
@@ -230,10 +202,12 @@ def test_a_rejected_draft_with_nan_logits_harms_nobody(case: Case) -> None:
     assert request.output == truth
 
 
-def test_an_accepted_draft_with_nan_logits_ends_the_row_where_it_ends_without(case: Case) -> None:
+def test_an_accepted_draft_with_nan_logits_ends_the_row_where_it_ends_without(
+    case: RunnerCase,
+) -> None:
     truth = plain(case, GREEDY, 6)[0].output
     assert truth[2] not in truth[:2]
-    driver, request = new_driver(case), driven(prompt(21))
+    driver, request = case.new_driver(), driven(prompt(21))
     driver.prefill(request, 21)
     with poisoned(case.model, truth[2]):
         result = driver.step([(request, 1)], drafts={0: tuple(truth[1:4])})
@@ -246,7 +220,7 @@ def test_an_accepted_draft_with_nan_logits_ends_the_row_where_it_ends_without(ca
     assert not result.is_finite_B[0]
 
 
-def test_copied_blocks_hold_what_the_originals_held(case: Case) -> None:
+def test_copied_blocks_hold_what_the_originals_held(case: RunnerCase) -> None:
     runner = ModelRunner(case.model, case.attention, LIMITS)
     tokens = prompt(21)
 

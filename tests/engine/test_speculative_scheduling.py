@@ -7,17 +7,14 @@ accepted and rejected at will.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from loraplex_engine.metrics import EngineMetrics
-from loraplex_engine.protocol import Generate, TokenEvent, Usage
+from loraplex_engine.protocol import Generate, Usage
 from loraplex_engine.request import Request
-from loraplex_engine.speculative import Ask, Drafter
+from loraplex_engine.speculative import Drafter
 from loraplex_engine.speculative.costs import StepCosts
 from loraplex_engine.speculative.ngram import NgramProposer
 
@@ -27,37 +24,9 @@ from tests.support.engine_fakes import (
     collect_outcomes,
     make_engine,
     make_request,
-    next_token,
     solo_output,
 )
-
-
-@dataclass
-class Oracle:
-    """Knows the requests in the order of their arrival; every `lie_every`th draft is wrong."""
-
-    requests: list[Generate] = field(default_factory=list)
-    lie_every: int = 0  # 0: never
-    num_told: int = 0
-    forgotten: list[int] = field(default_factory=list)
-
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-        return [self._propose(ask) for ask in asks]
-
-    def forget(self, key: int) -> None:
-        self.forgotten.append(key)
-
-    def _propose(self, ask: Ask) -> list[int]:
-        request = self.requests[ask.key]
-        known = list(ask.token_ids)
-        for _ in range(ask.max_drafts):
-            known.append(next_token(tuple(known), request.adapter_digest, request.sampling.seed))
-        drafts = known[len(ask.token_ids) :]
-        for place in range(len(drafts)):
-            self.num_told += 1
-            if self.lie_every and self.num_told % self.lie_every == 0:
-                drafts[place] = (drafts[place] + 1) % VOCAB_SIZE
-        return drafts
+from tests.support.oracle_drafts import Oracle, choices_of
 
 
 class Uncut(Drafter):
@@ -65,17 +34,6 @@ class Uncut(Drafter):
 
     def _usable(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids
-
-
-def choices_of(request: Generate) -> list[Generate]:
-    """Each choice as a request of its own."""
-    seed = request.sampling.seed
-    return [
-        msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, seed=seed + index, n=1)
-        )
-        for index in range(request.sampling.n)
-    ]
 
 
 def oracle_engine(
@@ -330,12 +288,12 @@ def test_any_load_says_what_each_says_alone(seed: int) -> None:
         max_num_batched_tokens=draw.randrange(5, 40),
     )
     aborted = {f"r{index}" for index in draw.sample(range(14), 3)}
-    events: list[TokenEvent] = []
-    while engine.core.has_work():
-        events += engine.core.step()
-        engine.core.check()
+
+    def abort_one() -> None:
         if aborted and draw.random() < 0.1:
             engine.core.abort(aborted.pop(), 0)
+
+    events = engine.run(after_step=abort_one)
 
     for request in requests:
         outcome = collect_outcomes(events)[request.request_id]

@@ -8,7 +8,6 @@ proposes drafts and lies about one in five, so that blocks of drafts end in ever
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,14 @@ import numpy as np
 import pytest
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.core import EngineCore
-from loraplex_engine.protocol import Generate, Grammar, TokenEvent, TokenLogprobs
+from loraplex_engine.protocol import Generate, Grammar, TokenLogprobs
 from loraplex_engine.speculative import Ask
 from loraplex_engine.step import UInt32Array
 from loraplex_engine.structured.meter import GrammarMeter
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
+from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import collect_outcomes, make_request
 from tests.support.model_stand import ModelStand
 from tests.support.tiny_model import TinyShape, write_tiny_model
@@ -33,7 +33,6 @@ from tests.support.tiny_model import TinyShape, write_tiny_model
 Output = tuple[list[int], list[TokenLogprobs], str | None]
 
 VOCAB = TinyShape().vocab_size
-DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,7 @@ def stand(
 def run(core: EngineCore, requests: list[Generate]) -> dict[str, Output]:
     for request in requests:
         core.add(request)
-    events: list[TokenEvent] = []
-    give_up_s = time.monotonic() + DEADLINE_S
-    while core.has_work():
-        assert time.monotonic() < give_up_s
-        events += core.step()
-        core.check()
+    events = run_to_end(core)
     logprobs: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
     for event in events:
         logprobs[event.request_id] += event.logprobs or []

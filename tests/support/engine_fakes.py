@@ -30,6 +30,8 @@ from loraplex_engine.speculative import Drafter
 from loraplex_engine.step import NewRow, Step, StepResult, UInt32Array
 from loraplex_engine.structured.compiler import GrammarSource
 
+from tests.support.core_driver import run_to_end
+
 VOCAB_SIZE = 97
 EOS = 0
 
@@ -356,15 +358,11 @@ class FakeEngine:
     kv: KvManager
     cache: PrefixCache  # without effect unless the engine was made with one
 
-    def run(self, max_steps: int = 2_000) -> list[TokenEvent]:
+    def run(
+        self, max_steps: int = 2_000, after_step: Callable[[], None] | None = None
+    ) -> list[TokenEvent]:
         """Step until idle, checking invariants; all events in order."""
-        events: list[TokenEvent] = []
-        for _ in range(max_steps):
-            if not self.core.has_work():
-                return events
-            events += self.core.step()
-            self.core.check()
-        raise AssertionError(f"still at work after {max_steps} steps")
+        return run_to_end(self.core, after_step=after_step, max_steps=max_steps)
 
     def assert_idle(self) -> None:
         """Nothing is held by anyone."""
