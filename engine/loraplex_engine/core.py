@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from loraplex_engine.admission import ModelLimits, check_request
+from loraplex_engine.batch import Decision
 from loraplex_engine.choices import ChoiceGroup, make_choices
 from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.errors import DrainingError, QueueFullError
@@ -30,7 +31,7 @@ from loraplex_engine.protocol import (
     Usage,
 )
 from loraplex_engine.request import BASE_SLOT, Ending, Identity, Request, RequestStatus
-from loraplex_engine.scheduler import Decision, Scheduler, SchedulerLimits
+from loraplex_engine.scheduler import Scheduler, SchedulerLimits
 from loraplex_engine.speculative import Proposer, make_drafter
 from loraplex_engine.step import AdapterPool, Executor, StepResult
 from loraplex_engine.structured.compiler import GrammarSource, NoGrammars

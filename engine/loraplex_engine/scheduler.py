@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from heapq import heapify, heappop, heappush
 
-import numpy as np
-
+from loraplex_engine.adapter_turns import AdapterTurns
+from loraplex_engine.batch import Batch, Decision
 from loraplex_engine.config import Admission
 from loraplex_engine.errors import AdapterInvalidError, AdapterUnavailableError
 from loraplex_engine.kv.manager import Hit, KvManager
@@ -76,58 +76,6 @@ class SchedulerLimits:
     max_steps_closed: int = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One call of `schedule`: the step, whose rows are `requests` in batch order; and who ended."""
-
-    step: Step | None  # None: nothing to compute now
-    requests: list[Request]
-    ended: list[tuple[Request, Ending]]  # already removed from the scheduler
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A step being put together."""
-
-    budget: int
-    requests: list[Request] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    block_updates: list[BlockUpdate] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    num_computed: list[int] = field(default_factory=list)
-    num_scheduled: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by batch index
-    ended: list[tuple[Request, Ending]] = field(default_factory=list)
-    # Running requests with more than a token to compute.
-    partials: deque[Request] = field(default_factory=deque)
-    num_partials: int = 0  # rows that will be amid a prefill after this step, as far as is known
-    num_preempted: int = 0
-    now_unix_s: float = 0.0
-    # Adapters that a tenant asked for in this step in vain: each is asked for once.
-    unavailable: dict[tuple[str, str], BlockReason] = field(default_factory=dict)
-    draining: str | None = None  # the adapter that nobody may lease anew in this step
-    most_lookup_work: int = 0  # where `KvManager.lookup_work` may be before the last look-up
-
-    def append(self, request: Request, count: int) -> None:
-        """Compute `count` more tokens of `request`."""
-        self.budget -= count
-        self.requests.append(request)
-        self.rows.append(request.row)
-        self.num_computed.append(request.num_computed_tokens)
-        self.num_scheduled.append(count)
-        request.num_computed_tokens += count
-        self.samples.append(request.num_computed_tokens == request.num_tokens)
-
-    def append_drafts(self, index: int, ids: tuple[int, ...]) -> None:
-        """Compute `ids` behind the last known token of batch entry `index`, which samples."""
-        self.budget -= len(ids)
-        self.num_scheduled[index] += len(ids)
-        self.drafts[index] = ids
-        self.requests[index].num_computed_tokens += len(ids)
-
-
 class _Verdict(Enum):
     """What became of a waiting request whose turn it was."""
 
@@ -160,7 +108,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs))
         heapify(self._free_rows)
         self._freed_rows: list[int] = []  # since the last step: the runner is to forget them
-        self._draining: str | None = None  # the adapter that is to give its slot up
+        self._turns = AdapterTurns(adapters)
         self._next_step_id = 0
         self._num_steps_closed = 0  # since admission was last open
 
@@ -259,9 +207,10 @@ class Scheduler:
 
     def schedule(self, now_unix_s: float) -> Decision:
         """Decide the next step; its tokens count as computed from here on."""
-        batch = _Batch(budget=self.limits.max_num_batched_tokens)
+        batch = Batch(budget=self.limits.max_num_batched_tokens)
         batch.now_unix_s = now_unix_s
         batch.most_lookup_work = self._kv.lookup_work + LOOKUP_WORK
+        self._turns.begin_step()
         self._waiting.begin_step(now_unix_s)
         self.meter.begin_step(now_unix_s)
         for request in self._running:
@@ -271,7 +220,7 @@ class Scheduler:
         self._schedule_running(batch)
         self._schedule_prefills(batch)
         self._add_drafts(batch)
-        return Decision(step=self._step(batch), requests=batch.requests, ended=batch.ended)
+        return Decision(step=self._launchable(batch), requests=batch.requests, ended=batch.ended)
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -334,7 +283,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------- deadlines
 
-    def _drop_expired(self, batch: _Batch, now_unix_s: float) -> None:
+    def _drop_expired(self, batch: Batch, now_unix_s: float) -> None:
         """End what waited past its deadline. A preempted request has answered already: it may resume.
 
         Cost: O(log) per deadline passed, nothing per request that waits.
@@ -359,7 +308,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------- running requests
 
-    def _schedule_running(self, batch: _Batch) -> None:
+    def _schedule_running(self, batch: Batch) -> None:
         """A token for each running request that is caught up; the others' turn comes with prefills."""
         running = self._running
         index = 0
@@ -374,7 +323,7 @@ class Scheduler:
                 batch.append(request, 1)
             index += 1
 
-    def _make_room(self, batch: _Batch, request: Request) -> bool:
+    def _make_room(self, batch: Batch, request: Request) -> bool:
         """Grow a running request's table to its known tokens, at the cost of those behind it.
 
         Returns:
@@ -402,7 +351,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ prefills and admission
 
-    def _schedule_prefills(self, batch: _Batch) -> None:
+    def _schedule_prefills(self, batch: Batch) -> None:
         """Prefills under way and waiting requests, in the policy's order."""
         rank = self._waiting.prefill_rank
         batch.partials = deque(sorted(batch.partials, key=rank))
@@ -431,11 +380,11 @@ class Scheduler:
                     self.meter.note_skip(head.blocked_on)
                 head = None if verdict is _Verdict.NO_ROOM else next(queue, None)
 
-    def _continue_prefill(self, batch: _Batch, request: Request, budget: int) -> None:
+    def _continue_prefill(self, batch: Batch, request: Request, budget: int) -> None:
         batch.append(request, self._chunk(request, budget))
         batch.num_partials -= request.num_computed_tokens == request.num_tokens
 
-    def _admissible(self, batch: _Batch) -> Iterator[Request]:
+    def _admissible(self, batch: Batch) -> Iterator[Request]:
         """The queue in order, or nothing where this step is to admit nobody."""
         if batch.num_preempted or not self._is_admission_open():
             # What a preemption freed is for those who run: who resumed now would be preempted again.
@@ -452,7 +401,7 @@ class Scheduler:
         self._num_steps_closed = 0 if is_open or num_waiting == 0 else self._num_steps_closed + 1
         return is_open
 
-    def _try_to_admit(self, batch: _Batch, request: Request, budget: int) -> _Verdict:
+    def _try_to_admit(self, batch: Batch, request: Request, budget: int) -> _Verdict:
         """Let a waiting request run, unless it is blocked or lacks room.
 
         The checks are apart, cheapest first. The adapter's lease is the last, for it would have to be
@@ -478,7 +427,7 @@ class Scheduler:
             request.adapter_slot = BASE_SLOT
         return verdict
 
-    def _look_up_and_admit(self, batch: _Batch, request: Request, budget: int) -> _Verdict:
+    def _look_up_and_admit(self, batch: Batch, request: Request, budget: int) -> _Verdict:
         """The checks that take time; then the lease, if the request has none yet."""
         # With nobody running no step is held up; and somebody is to run.
         if self._running and self._kv.lookup_work >= batch.most_lookup_work:
@@ -500,16 +449,16 @@ class Scheduler:
         self._admit(batch, request, budget, hit)
         return _Verdict.TAKEN
 
-    def _take_lease(self, batch: _Batch, request: Request) -> _Verdict | None:
+    def _take_lease(self, batch: Batch, request: Request) -> _Verdict | None:
         """Lease a waiting request's adapter; None: it has its slot, else what became of it."""
         try:
-            slot = self._lease(batch, request)
+            slot = self._turns.lease(request, self._running)
         except (AdapterUnavailableError, AdapterInvalidError) as error:
             ending = Ending("error", error_code=error.code, error_message=str(error))
             self._end(batch, request, ending)
             return _Verdict.TAKEN
         if slot is None:
-            request.blocked_on = self._adapter_block_reason(batch, request)
+            request.blocked_on = self._turns.block_reason(request)
             return _Verdict.SKIPPED
         request.adapter_slot = slot
         return None
@@ -523,11 +472,11 @@ class Scheduler:
         rank = self._waiting.prefill_rank
         return bool(rank(leader) <= rank(request))
 
-    def _block_reason(self, batch: _Batch, request: Request, budget: int) -> BlockReason | None:
+    def _block_reason(self, batch: Batch, request: Request, budget: int) -> BlockReason | None:
         """Why a request is to be skipped in this step, as far as is known without looking it up."""
         if request.is_compiling:
             return BlockReason.GRAMMAR
-        reason = self._adapter_block_reason(batch, request)
+        reason = self._turns.block_reason(request)
         if reason is not None:
             return reason
         if any(self._may_wait_for(request, leader) for leader in self._kv.leaders(request)):
@@ -537,7 +486,7 @@ class Scheduler:
         return None
 
     def _prefill_block_reason(
-        self, batch: _Batch, request: Request, budget: int, hit: Hit
+        self, batch: Batch, request: Request, budget: int, hit: Hit
     ) -> BlockReason | None:
         """Why a request is to be skipped in this step, given what it need not compute."""
         if hit.is_coming:
@@ -545,7 +494,7 @@ class Scheduler:
         return self._partials_block_reason(batch, request, budget)
 
     def _partials_block_reason(
-        self, batch: _Batch, request: Request, budget: int
+        self, batch: Batch, request: Request, budget: int
     ) -> BlockReason | None:
         """Whether a request would be one prefill under way too many."""
         cap = self.limits.max_partial_prefills
@@ -554,14 +503,6 @@ class Scheduler:
             if self._chunk(request, budget) < num_left:
                 return BlockReason.PARTIAL_PREFILLS
         return None
-
-    def _adapter_block_reason(self, batch: _Batch, request: Request) -> BlockReason | None:
-        """What this step has found out so far about a request's adapter."""
-        if request.adapter_digest is None:
-            return None
-        if request.adapter_digest == batch.draining:
-            return BlockReason.ADAPTER_SLOT
-        return batch.unavailable.get((request.adapter_digest, request.generate.tenant_id))
 
     def _has_room(self, request: Request, hit: Hit) -> bool:
         """Whether its blocks are there: all known tokens' at once, so that a prefill that has begun
@@ -582,23 +523,7 @@ class Scheduler:
         """Blocks for all tokens that a request may ever have."""
         return self._kv.blocks_for(request.num_prompt_tokens + request.sampling.max_tokens)
 
-    def _lease(self, batch: _Batch, request: Request) -> int | None:
-        """The slot of a request's adapter; None: not now, and the batch remembers why.
-
-        Raises:
-            AdapterUnavailableError, AdapterInvalidError: not ever.
-        """
-        digest, tenant_id = request.adapter_digest, request.generate.tenant_id
-        assert digest is not None
-        slot = self._adapters.lease(digest, tenant_id)
-        if slot is None:
-            reason = self._adapters.why_refused(digest, tenant_id)
-            batch.unavailable[digest, tenant_id] = reason
-            if reason is BlockReason.ADAPTER_SLOT and batch.draining is None:
-                batch.draining = self._adapter_to_drain()
-        return slot
-
-    def _admit(self, batch: _Batch, request: Request, budget: int, hit: Hit) -> None:
+    def _admit(self, batch: Batch, request: Request, budget: int, hit: Hit) -> None:
         """Give a waiting request a row and blocks; every check has been passed."""
         if not request.has_begun:
             self.meter.note_wait(batch.now_unix_s - request.arrived_at_unix_s)
@@ -625,7 +550,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------- drafts
 
-    def _add_drafts(self, batch: _Batch) -> None:
+    def _add_drafts(self, batch: Batch) -> None:
         """Let rows that have caught up compute drafts as well, in what budget and blocks nobody wants.
 
         Nobody is preempted or loses budget for a draft, and the watermark stays free.
@@ -647,7 +572,7 @@ class Scheduler:
             if count:
                 batch.append_drafts(index, ids[:count])
 
-    def _room_for_drafts(self, batch: _Batch, request: Request, count: int) -> int:
+    def _room_for_drafts(self, batch: Batch, request: Request, count: int) -> int:
         """Grow a table for `count` drafts, or as far as free blocks go; how many it holds."""
         num_held = self._kv.num_blocks_of(request.seq)
         spare = max(0, self._kv.num_free - self.limits.watermark_blocks)
@@ -662,31 +587,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------- shared
 
-    def _adapter_to_drain(self) -> str:
-        """The adapter whose slot goes to the first request that lacks one: nobody behind that request
-        may lease it anew, or it would never be free while requests for it keep coming. It stays the
-        same until its slot is free; that of least work left is chosen.
-        """
-        work_left: dict[str, int] = {}
-        for request in self._running:
-            if request.adapter_digest is not None:
-                left = request.num_prompt_tokens + request.sampling.max_tokens - request.num_tokens
-                work_left[request.adapter_digest] = max(
-                    work_left.get(request.adapter_digest, 0), left
-                )
-        assert work_left, "every slot is leased, but nobody runs with an adapter"
-        if self._draining not in work_left:
-            self._draining = min(work_left, key=work_left.__getitem__)
-        assert self._draining is not None
-        return self._draining
-
     def _chunk(self, request: Request, budget: int) -> int:
         """How many of a request's tokens to compute now."""
         count = min(request.num_tokens - request.num_computed_tokens, budget)
         threshold = self.limits.long_prefill_token_threshold
         return count if threshold is None else min(count, threshold)
 
-    def _preempt(self, batch: _Batch, request: Request) -> None:
+    def _preempt(self, batch: Batch, request: Request) -> None:
         """Take back all that the last running request holds; it is computed anew when it resumes."""
         last = self._running.pop()
         assert last is request, "only the last in line is preempted"
@@ -707,7 +614,7 @@ class Scheduler:
             self.meter.leave(request)
             raise
 
-    def _end(self, batch: _Batch, request: Request, ending: Ending) -> None:
+    def _end(self, batch: Batch, request: Request, ending: Ending) -> None:
         self.remove(request)
         batch.ended.append((request, ending))
 
@@ -721,21 +628,10 @@ class Scheduler:
             self._adapters.release(request.adapter_digest, request.generate.tenant_id)
             request.adapter_slot = BASE_SLOT
 
-    def _step(self, batch: _Batch) -> Step | None:
+    def _launchable(self, batch: Batch) -> Step | None:
         if not batch.requests:
             return None  # freed rows are told with the next step
-        step = Step(
-            step_id=self._next_step_id,
-            freed_rows=tuple(self._freed_rows),
-            new_rows=tuple(batch.new_rows),
-            block_updates=tuple(batch.block_updates),
-            block_copies=tuple(batch.block_copies),
-            rows_B=np.array(batch.rows, dtype=np.int32),
-            num_computed_B=np.array(batch.num_computed, dtype=np.int32),
-            num_scheduled_B=np.array(batch.num_scheduled, dtype=np.int32),
-            samples_B=np.array(batch.samples, dtype=np.bool_),
-            drafts=batch.drafts,
-        )
+        step = batch.step(self._next_step_id, self._freed_rows)
         self._freed_rows.clear()
         self._next_step_id += 1
         return step
