@@ -94,6 +94,16 @@ _STRUCTURE_EXAMPLES: Final[dict[str, Any]] = {
             "max_tokens": 64,
         },
     },
+    "named_tool": {
+        "summary": "Have one function called; a grammar sees to it",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+            "tools": [_WEATHER],
+            "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+            "max_tokens": 64,
+        },
+    },
     "tool_result": {
         "summary": "Send a call's result back",
         "value": {
@@ -134,6 +144,39 @@ _STRUCTURE_EXAMPLES: Final[dict[str, Any]] = {
                         },
                         "required": ["city", "country"],
                         "additionalProperties": False,
+                    },
+                },
+            },
+            "max_tokens": 64,
+        },
+    },
+    "one_of": {
+        "summary": "An answer of one of several kinds; `oneOf` needs kinds that exclude each other",
+        "value": {
+            "model": "smollm2-135m",
+            "messages": [{"role": "user", "content": "Is it raining in Rome?"}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "answer",
+                    "schema": {
+                        "oneOf": [
+                            {
+                                "type": "object",
+                                "properties": {
+                                    "kind": {"const": "yes_no"},
+                                    "is_so": {"type": "boolean"},
+                                },
+                                "required": ["kind", "is_so"],
+                                "additionalProperties": False,
+                            },
+                            {
+                                "type": "object",
+                                "properties": {"kind": {"const": "unknown"}},
+                                "required": ["kind"],
+                                "additionalProperties": False,
+                            },
+                        ]
                     },
                 },
             },

@@ -87,6 +87,7 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
     _check_bounds(schema, param)
     if not is_strict:
         return
+    has_ids = any("$id" in place for _, place in _schemas(schema, "") if isinstance(place, dict))
     for path, place in _schemas(schema, param):
         if not isinstance(place, dict):
             if isinstance(place, bool):
@@ -100,7 +101,7 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
                 raise _unsupported(
                     path, keyword, f"the JSON schema keyword '{keyword}' is not supported"
                 )
-        wrong = find_wrong_value(place, schema)
+        wrong = find_wrong_value(place, schema, has_ids=has_ids)
         if wrong is not None:
             name = f"{path[-_MAX_PATH_CHARS:]}.{wrong[0]}"
             raise InvalidValueError(f"Invalid value for '{name}': {wrong[1]}.", param=name)

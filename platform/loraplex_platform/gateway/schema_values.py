@@ -15,18 +15,15 @@ from loraplex_platform.gateway.schema_alternatives import resolve
 _TYPES: Final = frozenset(
     {"null", "boolean", "integer", "number", "string", "array", "object"},
 )
+_UNBALANCED: Final = "no regular expression: a bracket is not closed, or was not opened"
 _DRAFTS: Final = re.compile(
     r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?"
 )
 _Check = Callable[[Any], bool]
 # Beyond this the engine has no numbers for bounds.
 _MAX_BOUND: Final = 2.0**53
-_NOT_CLOSED: Final = (
-    "missing ), unterminated subpattern",
-    "unbalanced parenthesis",
-    "unterminated character set",
-    "nothing to repeat",
-)
+# In a pattern: what is passed over as one, a class without classes in it, or a bracket.
+_PART: Final = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\\[])*+\]|[\[()]", re.DOTALL)
 
 
 def _is_number(value: Any) -> bool:  # noqa: ANN401 - JSON
@@ -99,39 +96,48 @@ _RANGES: Final = (
 )
 
 
-def find_wrong_value(place: dict[str, Any], root: Any) -> tuple[str, str] | None:  # noqa: ANN401
-    """A keyword of `place` with what is wrong with it; None: its values are fine."""
+def find_wrong_value(
+    place: dict[str, Any],
+    root: Any,  # noqa: ANN401 - JSON
+    *,
+    has_ids: bool,
+) -> tuple[str, str] | None:
+    """A keyword of `place` with what is wrong with it; None: its values are fine.
+
+    Args:
+        has_ids: some schema in `root` has an `$id`: there references may start elsewhere, which only the
+            engine follows.
+    """
     for keyword, value in place.items():
         expected = _EXPECTED.get(keyword)
         if expected is not None and not expected[0](value):
             return keyword, f"expected {expected[1]}"
-    return _wrong_reference(place, root) or _wrong_pattern(place) or _unmatchable(place)
-
-
-def _wrong_reference(place: dict[str, Any], root: Any) -> tuple[str, str] | None:  # noqa: ANN401
-    reference = place.get("$ref")
-    # Within a schema that has an `$id` of its own, pointers start there; that is the engine's to follow.
-    if not isinstance(reference, str) or not reference.startswith("#/") or "$id" in str(root):
-        return None
-    if resolve(root, reference) is None:
+    reference = place.get("$ref", "#")
+    if reference.startswith("#/") and not has_ids and resolve(root, reference) is None:
         return "$ref", "it points at nothing in this schema"
-    return None
+    return _wrong_pattern(place) or _unmatchable(place)
 
 
 def _wrong_pattern(place: dict[str, Any]) -> tuple[str, str] | None:
-    patterns = [("patternProperties", one) for one in place.get("patternProperties", {})]
-    if "pattern" in place:
-        patterns.append(("pattern", place["pattern"]))
-    for keyword, pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            # Another dialect than the engine's: only what is wrong in both counts.
-            if error.msg in _NOT_CLOSED:
-                return keyword, f"no regular expression: {error.msg}"
-        except (OverflowError, RecursionError):
-            continue
+    # Not Python's own compiler: its dialect is another, and its warnings quote the pattern.
+    if "pattern" in place and _is_unbalanced(place["pattern"]):
+        return "pattern", _UNBALANCED
+    if any(map(_is_unbalanced, place.get("patternProperties", ()))):
+        return "patternProperties", _UNBALANCED
     return None
+
+
+def _is_unbalanced(pattern: str) -> bool:
+    """A bracket is not closed, or was not opened. False also where that is hard to tell."""
+    depth = 0
+    for match in _PART.finditer(pattern):
+        part = match[0]
+        if part == "[":
+            return "[" not in pattern[match.end() :] and "]" not in pattern[match.end() + 2 :]
+        depth += (part == "(") - (part == ")")
+        if depth < 0:
+            return True
+    return depth > 0
 
 
 def _unmatchable(place: dict[str, Any]) -> tuple[str, str] | None:

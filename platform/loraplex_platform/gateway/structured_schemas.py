@@ -18,7 +18,10 @@ CallId = Annotated[str, Meta(max_length=256)]
 
 
 class JsonSchemaFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`strict` changes nothing: a schema is always followed, or refused by its unsupported keyword."""
+    """`strict` changes nothing: a schema is always followed, or refused with the path of what is in the way.
+
+    `oneOf` is followed where its schemas exclude each other by type, constants or a required property.
+    """
 
     name: _FormatName
     description: str | None = None
@@ -44,7 +47,10 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FunctionDefinition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call. `strict`: its arguments always follow `parameters`."""
+    """A function that the model may call, in whatever format the model writes calls.
+
+    `strict`: its arguments always follow `parameters`, also where the model is free to call or not.
+    """
 
     name: _FunctionName
     description: str | None = None
@@ -66,7 +72,7 @@ class NamedFunction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class NamedToolChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """This one must be called."""
+    """This one must be called; a grammar sees to it."""
 
     type: Literal["function"]
     function: NamedFunction

@@ -137,6 +137,16 @@ def test_a_reference_into_a_one_of_still_finds_it(tokenizer: Any) -> None:
     assert compiles(tokenizer, schema_grammar(schema, "schema"))
 
 
+def test_many_references_take_no_time() -> None:
+    places = {f"p{i}": {"$ref": "#/$defs/word"} for i in range(2000)}
+    schema = {"properties": places, "$defs": {"word": {"enum": ["x"] * 2000}}}
+    began_s = time.process_time()
+
+    check_schema(schema, "schema")
+
+    assert time.process_time() - began_s < 0.5
+
+
 def test_many_alternatives_take_no_time_to_refuse() -> None:
     wide = [{"oneOf": [{"type": "object", "required": [f"p{i}"]} for i in range(300)]}] * 5
     deep: dict[str, Any] = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}] * 60}}}
@@ -180,6 +190,9 @@ def test_many_alternatives_take_no_time_to_refuse() -> None:
         ({"$ref": "#/$defs/nosuch"}, "$ref"),
         ({"$schema": "https://example.com/mine"}, "$schema"),
         ({"type": "string", "pattern": "("}, "pattern"),
+        ({"type": "string", "pattern": "a)"}, "pattern"),
+        ({"type": "string", "pattern": "[a"}, "pattern"),
+        ({"type": "string", "pattern": "[^]"}, "pattern"),
         ({"type": "string", "pattern": 5}, "pattern"),
         ({"patternProperties": {"[": {}}}, "patternProperties"),
         ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
@@ -229,7 +242,23 @@ def test_a_schema_that_nothing_matches_is_refused(schema: dict[str, Any], tokeni
     [
         {"type": "object", "properties": {"a": {"allOf": [{"type": "null"}, {"const": 5}]}}},
         {"type": ["string", "array"], "minItems": 3, "maxItems": 1},
-        {"type": "string", "pattern": r"\p{L}+(?<name>a)"},
+        *(
+            {"type": "string", "pattern": pattern}
+            for pattern in (
+                r"\p{L}+(?<name>a)",
+                *(
+                    r"\(\[",
+                    "[(]",
+                    "[)]a",
+                    "[]a]",
+                    "[^]a(]",
+                    "[[:alpha:](]",
+                    r"[\](]",
+                    "[a[b]c(]",
+                    "a]",
+                ),
+            )
+        ),
         {"$id": "https://example.com/b", "$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}},
         {"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "integer"}}},
         {"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"type": "integer"}}},
