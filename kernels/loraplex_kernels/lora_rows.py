@@ -128,9 +128,6 @@ def _lora_rows_expand(
 
     n = begin + tl.arange(0, BLOCK_N)
     is_output = n < width
-    # Asked for before the sums, so that it arrives while they are made.
-    at_y = y_ptr + tl.load(row_ptr + place).to(tl.int64) * y_stride + first + n
-    y = tl.load(at_y, mask=is_output, other=0.0)
     b_rows = b_ptr + n.to(tl.int64)[:, None] * rank
     total = tl.zeros((BLOCK_N,), tl.float32)
     for at in range(0, rank, BLOCK_R):
@@ -141,7 +138,9 @@ def _lora_rows_expand(
             h += tl.load(h_row + split * h_plane + r, mask=is_rank, other=0.0)
         b = tl.load(b_rows + r[None, :], mask=is_output[:, None] & is_rank[None, :], other=0.0)
         total += tl.sum(b.to(tl.float32) * h[None, :], axis=1)
-    tl.store(at_y, (y.to(tl.float32) + total * scale).to(y_ptr.dtype.element_ty), mask=is_output)
+    at_y = y_ptr + tl.load(row_ptr + place).to(tl.int64) * y_stride + first + n
+    y = tl.load(at_y, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(at_y, (y + total * scale).to(y_ptr.dtype.element_ty), mask=is_output)
 
 
 def lora_rows_shrink(
