@@ -7,14 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from loraplex_engine.client import (
-    EngineClient,
-)
+from loraplex_engine.client import EngineClient
 
-from tests.support.replicas import (
-    Replica,
-    run_replica,
-)
+from tests.support.replicas import Replica, run_replica
 
 
 @pytest.fixture

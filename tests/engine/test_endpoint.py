@@ -10,19 +10,10 @@ import pytest
 import zmq
 import zmq.asyncio
 from loraplex_engine.block_events import TOPIC, decode_batch
-from loraplex_engine.client import (
-    CurveKeys,
-    EngineClient,
-    EngineLostError,
-)
+from loraplex_engine.client import CurveKeys, EngineClient, EngineLostError
 from loraplex_engine.curve import AllowList, load_key_pair, make_key_pair
 from loraplex_engine.errors import ConfigError
-from loraplex_engine.protocol import (
-    PROTOCOL_VERSION,
-    Hello,
-    ReplicaRecord,
-    encode,
-)
+from loraplex_engine.protocol import PROTOCOL_VERSION, Hello, ReplicaRecord, encode
 
 from tests.support.replicas import (
     DEADLINE_S,

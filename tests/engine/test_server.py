@@ -13,11 +13,7 @@ import pytest
 import structlog
 import zmq
 import zmq.asyncio
-from loraplex_engine.client import (
-    EngineClient,
-    EngineLostError,
-    EngineRejectedError,
-)
+from loraplex_engine.client import EngineClient, EngineLostError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.errors import ModelError
 from loraplex_engine.journal import Journal, JournalError

@@ -12,19 +12,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from loraplex_engine.client import (
-    EngineClient,
-    EngineLostError,
-)
+from loraplex_engine.client import EngineClient, EngineLostError
 from loraplex_engine.journal import Journal
 
 from tests.support.fake_replica import HANG_ID
-from tests.support.replicas import (
-    DEADLINE_S,
-    eventually,
-    make_request,
-    read_all,
-)
+from tests.support.replicas import DEADLINE_S, eventually, make_request, read_all
 
 
 @asynccontextmanager

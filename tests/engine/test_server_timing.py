@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from loraplex_engine.client import (
-    EngineClient,
-    EnginePinRefusedError,
-)
+from loraplex_engine.client import EngineClient, EnginePinRefusedError
 from loraplex_engine.gateway_port import MAX_PINS_UNDER_WAY
 from loraplex_engine.protocol import (
     PROTOCOL_VERSION,
