@@ -45,8 +45,8 @@ from loraplex_engine.lora.setup import Lora, LoraDevice, open_lora
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
 from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load_model
-from loraplex_engine.sampling.device import GreedySampler
 from loraplex_engine.sampling.setup import open_survivors
+from loraplex_engine.sampling.triton_sampler import TritonSampler
 from loraplex_engine.threads import usable_cpus
 
 log = structlog.get_logger(__name__)
@@ -190,6 +190,7 @@ class _TritonAssembly:
         max_tokens = model.rows_for(max(config.max_num_batched_tokens, _MIN_ROWS))
         staging = Staging(device)
         inputs = StagedInputs(staging, config.max_num_seqs)
+        on_device = TritonSampler(staging, self._plans, config.max_num_seqs)
         lora = _open_lora(
             config,
             self._cache,
@@ -218,6 +219,7 @@ class _TritonAssembly:
                 max_blocks_per_row=-(-max_len // config.block_size),
             ),
         )
+        on_device.reserve_large(max_tokens)
         inputs.reserve_large(max_tokens)
         staging.seal()
         graphs = self._graphs(lora)
@@ -237,7 +239,7 @@ class _TritonAssembly:
             survivors=open_survivors(self._cache),
             inputs=inputs,
             graphs=graphs,
-            on_device=GreedySampler(),
+            on_device=on_device,
         )
         memory = None
         if meter is not None:
