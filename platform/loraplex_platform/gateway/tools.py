@@ -49,7 +49,6 @@ class ToolPlan:
     names: frozenset[str]
     grammar: Grammar | None
     ends_after_call: bool  # the answer is over with its first call; a grammar may see to that
-
     is_marked: bool = False  # an object may be the answer itself: only a mark makes it a call
 
     def parser(self) -> CallParser:

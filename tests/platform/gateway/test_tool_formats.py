@@ -155,6 +155,12 @@ def test_llama_is_shown_one_call_a_turn_with_its_result() -> None:
         '<user>Hi{"name": "now", "parameters": {}}<tool>12'
         '{"name": "add", "parameters": {"a": 1}}<tool>3<user>?'
     )
+    many = [ChatMessage("user", "Hi"), _TWO, *_RESULTS] * 20_000
+    began_s = time.process_time()
+    assert len(Llama().arrange(many)) == 5 * 20_000
+    assert time.process_time() - began_s < 2.0
+    assert Llama().arrange([]) == []
+    assert [one.role for one in Llama().arrange([_TWO])] == ["assistant"] * 2
     stray = ChatMessage("tool", "lost", call_id="other")
     assert "<tool>lost" in template.render([_TWO, stray, *_RESULTS])
 

@@ -60,21 +60,23 @@ class Llama(ToolFormat):
     def arrange(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """One call a turn, which is all that Meta's templates take, with its result behind it."""
         arranged: list[ChatMessage] = []
-        left = list(messages)
-        while left:
-            message = left.pop(0)
+        position = 0
+        while position < len(messages):
+            message = messages[position]
+            position += 1
             if len(message.calls) < 2:
                 arranged.append(message)
                 continue
-            num_results = next((i for i, one in enumerate(left) if one.role != "tool"), len(left))
-            results, left = left[:num_results], left[num_results:]
+            results: dict[str | None, list[ChatMessage]] = {}
+            while position < len(messages) and messages[position].role == "tool":
+                result = messages[position]
+                results.setdefault(result.call_id, []).append(result)
+                position += 1
             for index, call in enumerate(message.calls):
-                arranged.append(
-                    replace(message, content="" if index else message.content, calls=(call,))
-                )
-                arranged += [one for one in results if one.call_id == call.id]
-                results = [one for one in results if one.call_id != call.id]
-            arranged += results
+                content = "" if index else message.content
+                arranged.append(replace(message, content=content, calls=(call,)))
+                arranged += results.pop(call.id, [])
+            arranged += [one for others in results.values() for one in others]
         return arranged
 
 
