@@ -2,6 +2,7 @@
 
 The interpreter keeps bf16 as uint16 and fp8 as uint8, and as of Triton 3.6 to 3.9
 - multiplies those bit patterns as integers in `tl.dot`;
+- takes an integer's bits for a bf16 number's when converting;
 - cuts bf16 off where hardware rounds to nearest even, and loses NaN and the carry of a rounding in fp8;
 - adds, compares and reduces the bit patterns as integers, which kernels must not do anyway: widen first. That raises;
 - warns of overflows and invalid operations as numpy does, of which hardware says nothing;
@@ -11,6 +12,7 @@ The interpreter keeps bf16 as uint16 and fp8 as uint8, and as of Triton 3.6 to 3
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -63,6 +65,16 @@ def mend_interpreter() -> None:
             product = np.matmul(a.data, b.data, dtype=d.data.dtype) + d.data
         return interpreter.TensorHandle(product, d.dtype.scalar)
 
+    original_cast = builder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar in packed and not source.dtype.scalar.is_floating():
+            wide = original_cast(self, source, tl.float32)
+            return interpreter.TensorHandle(
+                convert(wide.data, tl.float32, target.scalar, None), target.scalar
+            )
+        return original_cast(self, source, target)
+
     def refuse_packed(name: str) -> Any:
         original = getattr(builder, name)
 
@@ -80,7 +92,9 @@ def mend_interpreter() -> None:
     def call_quietly(self: Any, *arguments: Any, **named: Any) -> None:
         launches.append(set())
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                # Of a maximum over NaN alone; a GPU's is NaN without a word.
+                warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
                 call(self, *arguments, **named)
         finally:
             launches.pop()
@@ -100,6 +114,7 @@ def mend_interpreter() -> None:
     interpreter.GridExecutor.__call__ = call_quietly
     interpreter._patch_lang = patch_once
     builder.create_dot = create_dot
+    builder.cast_impl = cast
     builder.binary_op = refuse_packed("binary_op")
     builder.unary_op = refuse_packed("unary_op")
 

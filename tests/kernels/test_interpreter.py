@@ -41,6 +41,18 @@ def convert(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 EDGES = [0.0, -0.0, 1.00390625, 1.01171875, -3e38, torch.inf, torch.nan, 1e-40]
 
 
+@triton.jit
+def _widen(a_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + at, mask=at < 3)
+    tl.store(out_ptr + at, a.to(tl.bfloat16), mask=at < 3)
+
+
+@triton.jit
+def _highest(a_ptr, out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr, tl.max(tl.load(a_ptr + tl.arange(0, BLOCK)), axis=0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_conversions_round_to_nearest_even_and_keep_nan(dtype: torch.dtype) -> None:
     x = torch.cat((normal((1016,), torch.float32, torch.device("cpu")), torch.tensor(EDGES)))
@@ -85,5 +97,21 @@ def test_infinity_minus_infinity_is_no_warning() -> None:
     a, out = torch.tensor([torch.inf]), torch.empty(1)
 
     _add[(1,)](a, -a, out)
+
+    assert out.isnan().all()
+
+
+def test_integers_become_the_numbers_they_are() -> None:
+    a, out = torch.tensor([-127, 0, 3], dtype=torch.int8), torch.empty(3, dtype=torch.bfloat16)
+
+    _widen[(1,)](a, out, BLOCK=4)
+
+    assert out.tolist() == [-127.0, 0.0, 3.0]
+
+
+def test_a_maximum_over_nan_alone_is_no_warning() -> None:
+    a, out = torch.full((4,), torch.nan), torch.empty(1)
+
+    _highest[(1,)](a, out, BLOCK=4)
 
     assert out.isnan().all()
