@@ -24,7 +24,7 @@ from loraplex_engine.model.linear import (
 )
 from loraplex_engine.model.ops import ModelOps, TorchOps
 from loraplex_engine.model.rope import RotaryTable
-from loraplex_engine.model.weights import WeightReader, open_weights
+from loraplex_engine.model.weights import WeightSource, open_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU = torch.device("cpu")
@@ -61,10 +61,37 @@ def load_decoder(
         ModelError: the folder is not a complete model of a supported kind.
     """
     config = ModelConfig.from_folder(folder)
+    with open_weights(folder) as reader:
+        return build_decoder(
+            config,
+            dtype,
+            reader,
+            max_position=max_position,
+            method=method,
+            device=device,
+            plans=plans,
+        )
+
+
+def build_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    reader: WeightSource,
+    *,
+    max_position: int | None = None,
+    method: LinearMethod | None = None,
+    device: torch.device = _CPU,
+    plans: PlanTable | None = None,
+) -> Decoder:
+    """`load_decoder` of weights from anywhere.
+
+    Raises:
+        ModelError: `reader` has not exactly the weights of `config`.
+    """
     assert plans is not None or device.type == "cpu", "a GPU runs our kernels, which need plans"
     ops, fastest = _open_routines(dtype, device, plans)
     method = method or fastest
-    with torch.inference_mode(), open_weights(folder) as reader:
+    with torch.inference_mode():
         builder = _Builder(config, dtype, method, reader, device)
         embedding = builder.embedding()
         lm_head = builder.lm_head(embedding)
@@ -109,7 +136,7 @@ class _Builder:
         config: ModelConfig,
         dtype: torch.dtype,
         method: LinearMethod,
-        reader: WeightReader,
+        reader: WeightSource,
         device: torch.device,
     ) -> None:
         self._config = config

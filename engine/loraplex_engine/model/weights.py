@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,20 @@ _INDEX = "model.safetensors.index.json"
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that old exports stored although they follow from the configuration.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+
+
+class WeightSource(Protocol):
+    """Tensors by name: those of a folder, or made up for a benchmark."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `WeightReader.take`."""
+        ...
+
+    def check_all_taken(self) -> None:
+        """See `WeightReader.check_all_taken`."""
+        ...
 
 
 class WeightReader:
