@@ -82,7 +82,7 @@ class AssembledEngine:
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
         """Whom to tell of adapter loads: see `step_loop.Engine`."""
         if self.lora is not None:
-            self.lora.pool.on_loaded = wake
+            self.lora.pool.loader.on_loaded = wake
             self.lora.pool.observe_load = observe_load
 
     def prefetch(self, digest: str) -> None:

@@ -352,13 +352,13 @@ def test_a_loader_survives_whatever_goes_wrong(make_world: MakeWorld) -> None:
     def explode(_: AdapterArtifact) -> Packed:
         raise MemoryError
 
-    world.pool._pack = explode
+    world.pool.loader.pack = explode
     world.pool.prefetch(world.digests[0])
     world.wait_for_failure()
     with pytest.raises(AdapterUnavailableError, match="MemoryError"):
         world.pool.lease(world.digests[0])
 
-    world.pool._pack = world.packer
+    world.pool.loader.pack = world.packer
     world.load(world.digests[1])
 
 
@@ -404,9 +404,9 @@ def test_evicted_memory_is_given_back(make_world: MakeWorld, tmp_path: Path) -> 
     artifact = make_adapter(tmp_path / "big", rank=4, seed=77)
     packed = [pack_native(artifact, TINY_SHAPE)]
     mapping = weakref.ref(packed[0].memory.base)
-    world.pool._pack = lambda _: packed.pop()  # type: ignore[assignment,return-value]  # real weights
+    world.pool.loader.pack = lambda _: packed.pop()  # type: ignore[assignment,return-value]  # real weights
     world.load(world.digests[0])
-    world.pool._pack = world.packer
+    world.pool.loader.pack = world.packer
     assert mapping() is not None
     world.let_waits_end()
 
@@ -442,7 +442,7 @@ class PoolMachine(RuleBasedStateMachine):
             clock=self.clock,
         )
         self.pinned_and_here: set[str] = set()
-        self.loaders = self.pool._loaders = DeferredLoaders()
+        self.loaders = self.pool.loader.threads = DeferredLoaders()
 
     @rule(index=st.integers(0, 7), tenant=tenants)
     def prefetch(self, index: int, tenant: str) -> None:

@@ -99,7 +99,7 @@ def make_world(stored: tuple[str, list[str]], tmp_path: Path) -> MakeWorld:
             clock=clock,
             **{"max_loras": 2, "max_cpu_loras": 4} | settings,
         )
-        pool._loaders = loaders
+        pool.loader.threads = loaders
         return World(pool, clock, loaders, stored[1], sizes, order)
 
     return make
@@ -399,7 +399,7 @@ def test_a_pin_that_failed_is_tried_again(make_world: MakeWorld, tmp_path: Path)
     world = make_world()
     late = make_adapter(tmp_path / "late", rank=2, seed=77)
     store = AdapterStore(f"file://{tmp_path}/late-store")
-    world.pool._store = store
+    world.pool.loader.store = store
     world.pool.pin(late.digest)
     world.finish_loads()
     assert world.pool.stats().load_failures_total == 1
@@ -510,7 +510,7 @@ def test_the_second_load_comes_from_disk(
         max_cpu_loras=1,
         clock=clock,
     )
-    pool._loaders = loaders
+    pool.loader.threads = loaders
     pool.observe_load = lambda tier, seconds: loads.append((tier, seconds))
     for index in (0, 1, 0):
         pool.prefetch(artifacts[index].digest, "a")

@@ -1,7 +1,7 @@
 """Which adapters are in memory, which of them hold a step slot, and who may be evicted.
 
 Owns slots, the host tier, leases, pins and loading; what an adapter looks like in memory is the backend's
-(`pack`), where it comes from is the store's, who gets how much is `shares.py`'s, who is loaded next
+(`pack`), how it gets here `loader.py`'s, who gets how much is `shares.py`'s, who is loaded next
 `load_queue.py`'s. Keyed by digest alone: one content, one copy, whatever tenants call it.
 
 | state   | host memory | slot | may be evicted                                             |
@@ -20,34 +20,27 @@ into a queue which the step thread empties. So no step ever waits for a disk or 
 from __future__ import annotations
 
 import math
-import queue
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic
 
 import structlog
 
 from loraplex_engine.artifact import (
     AdapterArtifact,
     AdapterLimits,
-    AdapterNotStoredError,
     AdapterStore,
-    ArtifactError,
     ModelShape,
-    check_fits,
 )
 from loraplex_engine.errors import (
-    AdapterInvalidError,
-    AdapterUnavailableError,
     PinRefusedError,
     RequestRejectedError,
 )
-from loraplex_engine.lora.disk_cache import DiskCache
 from loraplex_engine.lora.load_queue import LoadQueue
+from loraplex_engine.lora.loader import AdapterLoader, Loaded, LoadTier, Packed
 from loraplex_engine.lora.shares import Capacity, Shares, fair_slots, split_slots
 from loraplex_engine.request import BlockReason
 
@@ -64,20 +57,6 @@ MAX_DISK_BYTES: Final = 10 << 30
 _UNPINNED_BYTES: Final = 0.5
 _TIDY_EVERY_S: Final = 1.0
 _MAX_SIZES_KNOWN: Final = 4096
-
-LoadTier = Literal["disk", "store"]
-
-
-class PackedAdapter(Protocol):
-    """An adapter's weights as a backend wants them."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory it takes."""
-        ...
-
-
-Packed = TypeVar("Packed", bound=PackedAdapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +98,6 @@ class _Entry(Generic[Packed]):
         """Until when somebody is taken to wait for it."""
         asked_s = max(self.wants_slot.values(), default=-math.inf)
         return max(self.kept_until_s, asked_s + WANTED_GRACE_S)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded(Generic[Packed]):
-    """What a loader thread hands over."""
-
-    digest: str
-    outcome: Packed | RequestRejectedError
-    tier: LoadTier
-    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +143,23 @@ class LoraPool(Generic[Packed]):
             ValueError: fewer places in host memory than slots, or no bytes.
         """
         _check_capacity(max_loras, max_cpu_loras, max_cpu_lora_bytes)
-        self.on_loaded = on_loaded
+        self.loader = AdapterLoader(
+            store=store,
+            shape=shape,
+            limits=limits,
+            pack=pack,
+            cache_dir=cache_dir,
+            max_disk_bytes=max_disk_bytes,
+            num_threads=num_loaders,
+            retry_after_s=retry_after_s,
+            on_loaded=on_loaded,
+        )
         # (tier, seconds) of each load that succeeded; called on the step thread.
         self.observe_load: Callable[[LoadTier, float], None] | None = None
-        self._store = store
-        self._shape = shape
-        self._limits = limits
-        self._pack = pack
-        self._cache_dir = cache_dir
-        self._disk = None if store.is_local else DiskCache(cache_dir, max_disk_bytes)
         self._capacity = Capacity(max_cpu_loras, max_cpu_lora_bytes)
         self._idle_s = idle_s
         self._retry_after_s = retry_after_s
         self._clock = clock
-        self._num_loaders = num_loaders
-        self._loaders = ThreadPoolExecutor(num_loaders, thread_name_prefix="lora-loader")
-        self._results: queue.SimpleQueue[_Loaded[Packed]] = queue.SimpleQueue()
         self._queue = LoadQueue()
         self._askers: dict[str, set[str]] = {}  # of what is queued or loading
         self._loading: set[str] = set()
@@ -388,8 +358,8 @@ class LoraPool(Generic[Packed]):
             pinned=tuple(sorted(self._pinned)),
             leases=self._num_leases,
             host_bytes=self._host_bytes,
-            disk_adapters=self._disk.num_adapters if self._disk else 0,
-            disk_bytes=self._disk.size_bytes if self._disk else 0,
+            disk_adapters=self.loader.num_on_disk,
+            disk_bytes=self.loader.disk_bytes,
             loads_total=self._loads,
             load_failures_total=self._load_failures,
             evictions_total=self._evictions,
@@ -415,7 +385,7 @@ class LoraPool(Generic[Packed]):
 
     def close(self) -> None:
         """Stop the loader threads; a load that has begun is waited for, its result dropped."""
-        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self.loader.close()
 
     # ---------------------------------------------------------------------------------- loading
 
@@ -450,7 +420,7 @@ class LoraPool(Generic[Packed]):
         now_s = self._clock()
         while (
             self._queue
-            and len(self._loading) < self._num_loaders
+            and len(self._loading) < self.loader.num_threads
             and now_s >= self._blocked_until_s
         ):
             shares, evictable = self._shares(), [entry for _, entry in self._evictable()]
@@ -468,7 +438,7 @@ class LoraPool(Generic[Packed]):
                 self._blocked_until_s = self._next_wait_end_s(now_s)
                 return
             self._loading.add(digest)
-            self._loaders.submit(self._load, digest)
+            self.loader.begin(digest, self._capacity.size_bytes)
 
     def _has_room(
         self, tenant_id: str, digest: str, shares: Shares, evictable: list[_Entry[Packed]]
@@ -495,51 +465,12 @@ class LoraPool(Generic[Packed]):
         ends = [entry.wait_ends_s() for entry in self._host.values()]
         return min((end_s for end_s in ends if end_s > now_s), default=now_s + WANTED_GRACE_S)
 
-    def _load(self, digest: str) -> None:
-        """On a loader thread: store, checks, digest, fit, packing. Never raises."""
-        started_s = time.monotonic()
-        outcome: Packed | RequestRejectedError
-        tier: LoadTier = "store"
-        try:
-            if self._disk is not None and self._disk.has(digest):
-                tier = "disk"
-            outcome = self._read(digest, is_new=tier == "store")
-        except ArtifactError as error:
-            outcome = AdapterInvalidError(f"adapter {digest[:19]}: {error}")
-        except AdapterNotStoredError as error:
-            outcome = AdapterUnavailableError(str(error), retry_after_s=self._retry_after_s)
-        except RequestRejectedError as error:
-            outcome = error
-        except Exception as error:
-            # Whatever went wrong, a request waits for an answer and the loader must live.
-            log.exception("adapter_load_failed", digest=digest)
-            outcome = AdapterUnavailableError(
-                f"adapter {digest[:19]} could not be read: {type(error).__name__}",
-                retry_after_s=self._retry_after_s,
-            )
-        self._results.put(_Loaded(digest, outcome, tier, time.monotonic() - started_s))
-        if self.on_loaded is not None:
-            self.on_loaded()
-
-    def _read(self, digest: str, *, is_new: bool) -> Packed:
-        artifact = self._store.load(digest, self._cache_dir, limits=self._limits)
-        if self._disk is not None:
-            self._disk.note_use(digest, is_new=is_new)
-        check_fits(artifact, self._shape)
-        packed = self._pack(artifact)
-        if packed.size_bytes > self._capacity.size_bytes:
-            raise AdapterInvalidError(
-                f"adapter {digest[:19]} takes {packed.size_bytes} bytes of memory, all adapters together "
-                f"have {self._capacity.size_bytes}: raise --max-cpu-lora-bytes, or train with a smaller rank"
-            )
-        return packed
-
     def _take_results(self) -> None:
-        while not self._results.empty():
-            self._take_over(self._results.get_nowait())
+        for loaded in self.loader.results():
+            self._take_over(loaded)
             self._begin_loads()
 
-    def _take_over(self, loaded: _Loaded[Packed]) -> None:
+    def _take_over(self, loaded: Loaded[Packed]) -> None:
         self._changed()
         self._loading.discard(loaded.digest)
         askers = self._askers.pop(loaded.digest, set())

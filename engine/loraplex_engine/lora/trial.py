@@ -17,7 +17,7 @@ from loraplex_engine.artifact import (
     TensorView,
 )
 from loraplex_engine.artifact.tensors import FloatDType
-from loraplex_engine.lora.pool import PackedAdapter
+from loraplex_engine.lora.loader import PackedAdapter
 from loraplex_engine.lora.seam import LoraBackend
 from loraplex_engine.lora.setup import Lora
 from loraplex_engine.lora.sites import SiteLayout, site_layouts
