@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.attention.base import AttentionBatch
+from loraplex_engine.attention.base import AttentionBatch, AttentionShape
 from loraplex_engine.attention.torch_attention import TorchAttention
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.linear import PlainMethod
@@ -30,11 +31,17 @@ SHAPES = {
 }
 
 
+@cache
+def open_attention(shape: AttentionShape) -> TorchAttention:
+    """Measures the machine when it is made."""
+    return TorchAttention(shape, num_blocks=NUM_BLOCKS, block_size=BLOCK)
+
+
 def run(
     model: Decoder, tokens_by_sequence: list[list[int]], num_computed: int, phase: Phase
 ) -> tuple[Tensor, Tensor]:
     """(hidden, logits) of each sequence's tokens; sequence b owns blocks 2 b and 2 b + 1, seeded alike."""
-    attention = TorchAttention(model.attention_shape, num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    attention = open_attention(model.attention_shape)
     caches = [attention.allocate_kv(NUM_BLOCKS) for _ in model.layers]
     for index, kv in enumerate(caches):
         # What was computed before: the same in every sequence's blocks.
@@ -82,7 +89,7 @@ def test_logits_equal_those_of_plain_torch(
     folder = write_tiny_model(tmp_path, shape)
     plain = load_decoder(folder, dtype, method=PlainMethod())
     triton = load(folder, dtype, column)
-    prompts = [[5, 17, 99, 23, 41, 5, 64], [8], [3, 1, 4]]
+    prompts = [[5, 17, 99, 23], [8], [3, 1]]
 
     assert isinstance(plain.ops, TorchOps)
     assert isinstance(triton.ops, TritonOps)
