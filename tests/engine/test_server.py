@@ -477,6 +477,25 @@ async def test_loading_ready_and_metrics(folder: Path) -> None:
         assert stats.rss_bytes > 1 << 20
 
 
+async def test_latencies_are_observed_once_for_each_request_that_had_them(
+    replica: Replica, client: EngineClient
+) -> None:
+    """Fault 58: one first token however many choices, none for who never had one, one end for each."""
+    await read_all(await client.generate(make_request("choices", n=3)))
+    await read_all(await client.generate(make_request("missing", adapter=UNKNOWN_DIGEST)))
+    await read_all(await client.generate(make_request("one")))
+
+    _, text = await asyncio.to_thread(replica.get, "/metrics")
+
+    def count(name: str) -> float:
+        lines = [line for line in text.splitlines() if line.startswith(f"loraplex:{name}{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    assert count("engine_time_to_first_token_seconds_count") == 2
+    assert count("engine_request_duration_seconds_count") == 3
+    assert count("request_success_total") == 3
+
+
 async def test_a_step_that_hangs_is_not_alive_and_leaves_its_stack(folder: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         async with (
