@@ -30,11 +30,8 @@ from loraplex_engine.device.graphs import (
 from loraplex_engine.device.inputs import StagedInputs
 from loraplex_engine.device.memory_profile import (
     CudaMeter,
-    DeviceMeter,
     MemoryPlan,
-    MemoryUse,
-    estimate_graphs,
-    largest_step,
+    measure_use,
     plan_memory,
 )
 from loraplex_engine.device.selection import EngineDevice, select_device
@@ -89,9 +86,9 @@ def open_compute(
         ModelError, ConfigError: the model folder or a setting is wrong, or does not fit the device.
     """
     device = device or select_device(config.device)
+    _check_backends(config, device)
     if device.is_cuda:
         torch.cuda.set_device(device.torch_device)
-    _check_backends(config, device)
     if device.is_cuda or "triton" in (config.attention_backend, config.lora_backend):
         return _TritonAssembly(config, device, cache, graph_backend).build()
     if config.gpu_memory_utilization is not None:
@@ -243,8 +240,14 @@ class _TritonAssembly:
         )
         memory = None
         if meter is not None:
-            profile = _Profile(meter, runner, weights_bytes, lora.device_bytes if lora else 0)
-            use = profile.measure(config, max_tokens=config.max_num_batched_tokens, max_len=max_len)
+            use = measure_use(
+                meter,
+                runner,
+                weights_bytes=weights_bytes,
+                lora_bytes=lora.device_bytes if lora else 0,
+                max_tokens=config.max_num_batched_tokens,
+                has_graphs=config.cuda_graphs,
+            )
             memory = plan_memory(
                 device_bytes=meter.device_bytes(),
                 utilization=config.gpu_memory_utilization
@@ -291,57 +294,3 @@ class _TritonAssembly:
         log.info(
             "graphs_captured", count=graphs.num_captured, seconds=time.perf_counter() - started
         )
-
-
-class _Profile:
-    """Measures what a runner takes besides its KV cache, of which it has one block meanwhile."""
-
-    def __init__(
-        self, meter: DeviceMeter, runner: ModelRunner, weights_bytes: int, lora_bytes: int
-    ) -> None:
-        self._meter = meter
-        self._runner = runner
-        self._weights_bytes = weights_bytes
-        self._lora_bytes = lora_bytes
-
-    def measure(self, config: EngineConfig, *, max_tokens: int, max_len: int) -> MemoryUse:
-        """Run the largest step, and record two graphs for trial."""
-        meter, runner = self._meter, self._runner
-        standing = meter.allocated()
-        meter.start_peak()
-        runner.launch(
-            largest_step(
-                max_tokens=max_tokens,
-                max_rows=config.max_num_seqs,
-                max_len=max_len,
-                # No slot holds an adapter yet, and a step with an empty one does not run. What LoRA needs
-                # besides is its backend's from the start.
-                num_slots=0,
-            )
-        )
-        runner.collect()
-        activations = meter.peak() - standing
-        graphs_bytes = self._measure_graphs() if config.cuda_graphs else 0
-        meter.tidy()
-        return MemoryUse(
-            weights=self._weights_bytes,
-            lora=self._lora_bytes,
-            staging=standing - self._weights_bytes - self._lora_bytes,
-            activations=activations,
-            graphs=graphs_bytes,
-            outside=meter.taken() - meter.allocated(),
-        )
-
-    def _measure_graphs(self) -> int:
-        graphs = self._runner.graphs
-        if graphs is None:
-            return 0
-        fills = []
-        for key in (graphs.keys[0], graphs.keys[-1]):
-            self._meter.tidy()
-            before = self._meter.taken()
-            self._runner.forward_pass.capture(key)
-            fills.append(self._meter.taken() - before)
-        graphs.forget()
-        self._meter.tidy()
-        return estimate_graphs(fills[0], fills[1], len(graphs.keys))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
@@ -29,6 +30,7 @@ ROW_COUNTS = (*range(1, 18), 33, 130)
 _MAX_ROWS = max(ROW_COUNTS)
 # Positions that attention is tried at: both sides of a block of 512 keys, which SDPA walks in.
 _MAX_CONTEXT = 600
+_ACROSS = "across phases"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,18 @@ class RowRuleReport:
     def holds(self) -> bool:
         return not self.failures
 
+    @property
+    def holds_within_phases(self) -> bool:
+        """Whether nothing failed but what compares decoding with other steps."""
+        return all(_ACROSS in failure for failure in self.failures)
+
 
 def check_row_rule(
-    runner: ModelRunner, *, lora: LoraTrial | None = None, max_rows: int = _MAX_ROWS
+    runner: ModelRunner,
+    *,
+    lora: LoraTrial | None = None,
+    max_rows: int = _MAX_ROWS,
+    row_counts: tuple[int, ...] = ROW_COUNTS,
 ) -> RowRuleReport:
     """Try every routine of `runner`; writes into its KV cache, so call it before the first request.
 
@@ -53,14 +64,15 @@ def check_row_rule(
 
     Args:
         lora: the adapters' side of the engine, if it has one.
-        max_rows: the most tokens that a step will have: tried too, when it is beyond `ROW_COUNTS`.
+        max_rows: the most tokens that a step will have: tried too, when it is beyond `row_counts`.
+        row_counts: how many rows are tried.
     """
-    counts = ROW_COUNTS if max_rows <= _MAX_ROWS else (*ROW_COUNTS, max_rows)
+    counts = row_counts if max_rows <= max(row_counts) else (*row_counts, max_rows)
     started = time.perf_counter()
     failures = []
     num_checks = 0
     with torch.inference_mode():
-        for name, is_equal in _checks(runner, lora, counts):
+        for name, is_equal in _checks(runner, lora, counts, row_counts):
             num_checks += 1
             if not is_equal:
                 failures.append(name)
@@ -71,25 +83,29 @@ def check_row_rule(
             failures=failures[:10],
             num_failures=len(failures),
             num_checks=num_checks,
+            holds_within_phases=report.holds_within_phases,
             effect="answers may differ in the last bits with the batch they are computed in",
         )
     return report
 
 
 def _checks(
-    runner: ModelRunner, lora: LoraTrial | None, counts: tuple[int, ...]
+    runner: ModelRunner,
+    lora: LoraTrial | None,
+    counts: tuple[int, ...],
+    row_counts: tuple[int, ...],
 ) -> Iterator[tuple[str, bool]]:
     generator = torch.Generator().manual_seed(0)
-    dtype = runner.model.dtype
+    device, dtype = runner.model.device, runner.model.dtype
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(dtype)
+        return torch.randn(size, generator=generator).to(device, dtype)
 
     yield from _check_linears(runner, draw, counts)
     yield from _check_elementwise(runner, draw, counts)
     if lora is not None:
-        yield from _check_lora(lora, draw, counts)
-    yield from _check_attention(runner, draw)
+        yield from _check_lora(lora, draw, counts, max(row_counts))
+    yield from _check_attention(runner, draw, row_counts)
 
 
 def _check_linears(
@@ -102,9 +118,15 @@ def _check_linears(
         by_shape.setdefault((linear.in_features, linear.out_features), linear)
     for (num_in, num_out), linear in by_shape.items():
         x_MK = draw(max(counts), num_in)
-        yield from _compare_counts(
-            f"linear {num_in} -> {num_out}", _on_rows_of(x_MK, linear), counts
-        )
+        name = f"linear {num_in} -> {num_out}"
+        yield from _compare_counts(name, _on_rows_of(x_MK, linear), counts)
+        if _has_phases(runner):
+
+            def decode(x_MK: Tensor, linear: Linear = linear) -> Tensor:
+                return linear(x_MK, "decode")
+
+            yield from _compare_counts(f"{name}, decode,", _on_rows_of(x_MK, decode), counts)
+            yield f"{name} {_ACROSS}", _same_bits(linear(x_MK), decode(x_MK))
 
 
 def _check_elementwise(
@@ -115,7 +137,7 @@ def _check_elementwise(
 
     def padded(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
-            rows = torch.zeros(model.rows_for(x.shape[0]), x.shape[1], dtype=x.dtype)
+            rows = x.new_zeros(model.rows_for(x.shape[0]), x.shape[1])
             rows[: x.shape[0]] = x
             return function(rows)[: x.shape[0]]
 
@@ -127,10 +149,14 @@ def _check_elementwise(
     gates = draw(max(counts), 2 * model.config.intermediate_size)
     silu = padded(lambda x: model.ops.gated(x, "prefill"))
     yield from _compare_counts("silu", _on_rows_of(gates, silu), counts)
+    if _has_phases(runner):
+        decode = padded(lambda x: model.ops.gated(x, "decode"))
+        yield from _compare_counts("silu, decode,", _on_rows_of(gates, decode), counts)
+        yield f"silu {_ACROSS}", _same_bits(silu(gates), decode(gates))
 
 
 def _check_lora(
-    trial: LoraTrial, draw: Callable[..., Tensor], counts: tuple[int, ...]
+    trial: LoraTrial, draw: Callable[..., Tensor], counts: tuple[int, ...], most_sampled: int
 ) -> Iterator[tuple[str, bool]]:
     num_rows = max(counts)
     # Rows of every adapter and of none, in no order: what a row's neighbours are changes with the count.
@@ -151,8 +177,9 @@ def _check_lora(
 
     token_T = torch.from_numpy(np.random.default_rng(1).integers(0, trial.vocab_size, num_rows))
     x_TH = draw(num_rows, trial.hidden_size)
+    token_T = token_T.to(x_TH.device)
     # The head runs on sampled rows only, and its rows are long.
-    head_counts = tuple(count for count in counts if count <= _MAX_ROWS)
+    head_counts = tuple(count for count in counts if count <= most_sampled)
     scores_TV = draw(max(head_counts), trial.vocab_size)
 
     def embed(rows: slice) -> Tensor:
@@ -192,54 +219,69 @@ def _compare_counts(
 
 
 def _check_attention(
-    runner: ModelRunner, draw: Callable[..., Tensor]
+    runner: ModelRunner, draw: Callable[..., Tensor], row_counts: tuple[int, ...]
 ) -> Iterator[tuple[str, bool]]:
     limits, shape = runner.limits, runner.model.attention_shape
     attention, kv = runner.attention, runner.kv_layers[0]
-    context = min(_MAX_CONTEXT, limits.num_blocks * limits.block_size)
+    context = min(_MAX_CONTEXT, limits.num_blocks * limits.block_size, limits.max_model_len)
     num_blocks = -(-context // limits.block_size)
     # One sequence seen from many positions: no check writes, so that all may share its blocks.
     table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    width = shape.q_size + 2 * shape.kv_size
 
-    def batch(computed: list[int], scheduled: list[int]) -> AttentionBatch:
+    def prepare(computed: list[int], scheduled: list[int]) -> tuple[Any, int]:
         tables = np.broadcast_to(table, (len(computed), num_blocks))
         num_rows = runner.model.rows_for(sum(scheduled))
-        return AttentionBatch(
-            np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), tables, num_rows
+        runner.inputs.wait()
+        plan = attention.prepare(
+            AttentionBatch(
+                np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), tables, num_rows
+            )
         )
+        runner.inputs.flush()
+        return plan, num_rows
 
     def attend(q_TC: Tensor, computed: list[int], scheduled: list[int]) -> Tensor:
-        work = batch(computed, scheduled)
-        qkv_TC = torch.zeros(work.num_rows, shape.q_size + 2 * shape.kv_size, dtype=q_TC.dtype)
+        plan, num_rows = prepare(computed, scheduled)
+        qkv_TC = q_TC.new_zeros(num_rows, width)
         qkv_TC[: len(q_TC), : shape.q_size] = q_TC
-        return attention.forward(qkv_TC, kv, attention.prepare(work))[: len(q_TC)]
+        return attention.forward(qkv_TC, kv, plan)[: len(q_TC)]
 
-    fill = batch([0], [context])
-    qkv_TC = torch.zeros(fill.num_rows, shape.q_size + 2 * shape.kv_size, dtype=shape.dtype)
-    qkv_TC[:, shape.q_size :] = draw(fill.num_rows, 2 * shape.kv_size)
-    # Unrotated: random keys are as good as rotated random keys.
-    cos_T1D = torch.ones(fill.num_rows, 1, shape.head_dim, dtype=shape.dtype)
-    attention.rotate_and_write(
-        qkv_TC, cos_T1D, torch.zeros_like(cos_T1D), kv, attention.prepare(fill)
-    )
+    count = min(max(row_counts), context)
+    # In pieces: a backend has room for no more rows than a step has.
+    for start in range(0, context, count):
+        plan, num_rows = prepare([start], [min(count, context - start)])
+        keys_values = draw(num_rows, 2 * shape.kv_size)
+        qkv_TC = torch.cat((keys_values.new_zeros(num_rows, shape.q_size), keys_values), dim=1)
+        # Unrotated: random keys are as good as rotated random keys.
+        cos_T1D = keys_values.new_ones(num_rows, 1, shape.head_dim)
+        attention.rotate_and_write(qkv_TC, cos_T1D, torch.zeros_like(cos_T1D), kv, plan)
 
-    count = min(_MAX_ROWS, context)
     first = (context - count) // 2
     q_TC = draw(count, shape.q_size)
     run = list(range(first, first + count))
     spread = np.linspace(0, context - 1, count).astype(int).tolist()
+    counts = [rows for rows in row_counts if rows <= count]
+    across = f" {_ACROSS}" if _has_phases(runner) else ""
     for name, positions in (("chunk", run), ("batch", spread)):
         alone = torch.cat(
             [attend(q_TC[i : i + 1], [position], [1]) for i, position in enumerate(positions)]
         )
-        for rows in ROW_COUNTS:
-            if rows > count:
-                break
+        whole = attend(q_TC, [first], [count]) if across and name == "chunk" else alone
+        for rows in counts:
             if name == "chunk":
                 out = attend(q_TC[:rows], [first], [rows])
+                if across and rows > 1:
+                    yield f"attention chunk of {rows}", _same_bits(out, whole[:rows])
+                yield f"attention chunk of {rows}{across}", _same_bits(out, alone[:rows])
             else:
                 out = attend(q_TC[:rows], positions[:rows], [1] * rows)
-            yield f"attention {name} of {rows}", _same_bits(out, alone[:rows])
+                yield f"attention batch of {rows}", _same_bits(out, alone[:rows])
+
+
+def _has_phases(runner: ModelRunner) -> bool:
+    """Whether decoding takes other launch plans than steps of several tokens a row do."""
+    return runner.model.ops.name == "triton"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -63,7 +63,7 @@ class CudaGraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
 
     def capture(self, run: Callable[[], None]) -> Captured:
         """See `GraphBackend.capture`."""

@@ -36,7 +36,7 @@ class Landing:
             landed.append(target)
             begin += size
         if self._arrived is None:
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
         self._arrived.record()
         self._arrived.synchronize()
         self.syncs_total += 1

@@ -2,7 +2,7 @@
 
 Measured at start, on the engine itself: the largest step that the settings allow is run once, two graphs are
 recorded for trial, and what all of that leaves of the engine's share is the KV cache's. `plan_memory` is the
-arithmetic; `CudaMeter` reads the device; whoever builds the engine does the steps in between.
+arithmetic, `measure_use` the trial, and `CudaMeter` reads the device.
 
 Unit: bytes.
 """
@@ -17,6 +17,7 @@ import torch
 
 from loraplex_engine.errors import ConfigError
 from loraplex_engine.protocol import SamplingParams
+from loraplex_engine.runner import ModelRunner
 from loraplex_engine.step import NewRow, Step
 
 _GIB = 1024**3
@@ -204,6 +205,64 @@ class CudaMeter:
         """See `DeviceMeter`."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+
+def measure_use(
+    meter: DeviceMeter,
+    runner: ModelRunner,
+    *,
+    weights_bytes: int,
+    lora_bytes: int,
+    max_tokens: int,
+    has_graphs: bool,
+) -> MemoryUse:
+    """Run the largest step, record two graphs for trial, and see what they take.
+
+    Args:
+        runner: with a KV cache of one block meanwhile, and all else that it will keep.
+        weights_bytes, lora_bytes: what is known of what it keeps.
+        max_tokens: of a step.
+        has_graphs: whether its graphs will be recorded.
+    """
+    limits = runner.limits
+    standing = meter.allocated()
+    meter.start_peak()
+    runner.launch(
+        largest_step(
+            max_tokens=max_tokens,
+            max_rows=limits.max_num_seqs,
+            max_len=limits.max_model_len,
+            # No slot holds an adapter yet. What LoRA needs besides, its backend has from the start.
+            num_slots=0,
+        )
+    )
+    runner.collect()
+    activations = meter.peak() - standing
+    graphs_bytes = _measure_graphs(meter, runner) if has_graphs else 0
+    meter.tidy()
+    return MemoryUse(
+        weights=weights_bytes,
+        lora=lora_bytes,
+        staging=standing - weights_bytes - lora_bytes,
+        activations=activations,
+        graphs=graphs_bytes,
+        outside=meter.taken() - meter.allocated(),
+    )
+
+
+def _measure_graphs(meter: DeviceMeter, runner: ModelRunner) -> int:
+    graphs = runner.graphs
+    if graphs is None:
+        return 0
+    fills = []
+    for key in (graphs.keys[0], graphs.keys[-1]):
+        meter.tidy()
+        before = meter.taken()
+        runner.forward_pass.capture(key)
+        fills.append(meter.taken() - before)
+    graphs.forget()
+    meter.tidy()
+    return estimate_graphs(fills[0], fills[1], len(graphs.keys))
 
 
 def _gib(size: int) -> str:

@@ -116,7 +116,7 @@ class Staging:
         self._host = torch.zeros(self._size_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         # A buffer of its own on a CPU too: there, as on a GPU, nothing arrives before `flush`.
         self._device_buffer = torch.zeros(self._size_bytes, dtype=torch.uint8, device=self.device)
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch's stub
         for staged in self._staged:
             span = slice(staged.begin_byte, staged.begin_byte + staged.size * staged.dtype.itemsize)
             staged.host = self._host.numpy()[span].view(staged.dtype).reshape(staged.shape)

@@ -1,0 +1,144 @@
+"""Backends that do not go with the device are refused; what a trial run takes is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loraplex_engine.compute import open_compute
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.device.graphs import DecodeGraphs, row_buckets
+from loraplex_engine.device.inputs import StagedInputs
+from loraplex_engine.device.memory_profile import MemoryUse, measure_use
+from loraplex_engine.device.selection import EngineDevice
+from loraplex_engine.device.staging import Staging
+from loraplex_engine.errors import ConfigError
+from loraplex_engine.model.linear import PlainMethod
+from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.runner import ModelRunner, RunnerLimits
+
+from tests.support.recorded_graph import RecordingBackend
+from tests.support.staged_backends import StagedAttention
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+GPU = EngineDevice(torch.device("cuda", 0), "NVIDIA H200", "sm_90")
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model_dir=Path("none"), base_model="tiny", **settings)
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "lora_backend"])
+def test_a_cpu_s_backend_is_refused_on_a_gpu(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{name} is 'native', .* runs on NVIDIA H200: use triton"
+    ):
+        open_compute(config(**{name: "native"}), cache=tmp_path, device=GPU)
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    with pytest.raises(ConfigError, match="attention_backend is 'triton', which needs a GPU"):
+        open_compute(config(attention_backend="triton"), cache=tmp_path, device=EngineDevice())
+
+
+def test_triton_adapters_on_a_cpu_need_triton_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    with pytest.raises(ConfigError, match="attention_backend must be 'triton' too"):
+        open_compute(config(lora_backend="triton"), cache=tmp_path, device=EngineDevice())
+
+
+class ScriptedMeter:
+    """A device that fills as a script says; remembers what it was asked for."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self._taken = iter(taken)
+        self.num_tidied = 0
+        self.has_peak = False
+
+    def device_bytes(self) -> int:
+        return 100_000
+
+    def taken(self) -> int:
+        return next(self._taken)
+
+    def allocated(self) -> int:
+        return 5_000
+
+    def start_peak(self) -> None:
+        self.has_peak = True
+
+    def peak(self) -> int:
+        assert self.has_peak
+        return 8_500
+
+    def tidy(self) -> None:
+        self.num_tidied += 1
+
+
+def new_runner(folder: Path) -> ModelRunner:
+    shape = TinyShape(vocab_size=67, num_layers=1)
+    model = load_decoder(write_tiny_model(folder, shape), torch.float32, method=PlainMethod())
+    limits = RunnerLimits(num_blocks=1, block_size=16, max_num_seqs=3, max_model_len=16)
+    staging = Staging(torch.device("cpu"))
+    inputs = StagedInputs(staging, limits.max_num_seqs)
+    attention = StagedAttention(
+        model.attention_shape,
+        staging,
+        block_size=limits.block_size,
+        max_tokens=24,
+        max_rows=limits.max_num_seqs,
+        max_blocks_per_row=1,
+    )
+    inputs.reserve_large(24)
+    staging.seal()
+    return ModelRunner(
+        model,
+        attention,
+        limits,
+        inputs=inputs,
+        graphs=DecodeGraphs(RecordingBackend(), row_buckets(limits.max_num_seqs)),
+    )
+
+
+def test_what_a_runner_takes_is_measured_on_its_largest_step_and_two_graphs(tmp_path: Path) -> None:
+    runner = new_runner(tmp_path)
+    # Before and after the first graph, then the second; at the end, of which 5,000 are ours.
+    meter = ScriptedMeter([6_000, 6_900, 6_900, 6_930, 5_700])
+
+    use = measure_use(
+        meter, runner, weights_bytes=4_000, lora_bytes=600, max_tokens=20, has_graphs=True
+    )
+
+    assert use == MemoryUse(
+        weights=4_000, lora=600, staging=400, activations=3_500, graphs=900 + 2 * 30, outside=700
+    )
+    assert runner.graphs is not None
+    assert len(runner.graphs.keys) == 3
+    # The trial's recordings read a cache that is about to move.
+    assert runner.graphs.num_captured == 0
+
+
+def test_without_graphs_none_is_recorded_for_trial(tmp_path: Path) -> None:
+    runner = new_runner(tmp_path)
+
+    use = measure_use(
+        ScriptedMeter([5_700]),
+        runner,
+        weights_bytes=4_000,
+        lora_bytes=0,
+        max_tokens=20,
+        has_graphs=False,
+    )
+
+    assert use.graphs == 0
+    assert runner.graphs is not None
+    assert runner.graphs.capture_s == 0.0
