@@ -182,7 +182,15 @@ class TritonLora:
     def prepare(
         self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
     ) -> LoraBatch | None:
-        """See `LoraBackend.prepare`. Copies adapters into slots that hold others, on the current stream."""
+        """See `LoraBackend.prepare`. Copies adapters into slots that hold others, on the current stream.
+
+        Raises:
+            ValueError: more rows than the backend was made for.
+        """
+        if len(slot_T) > self._sizes.max_tokens:
+            raise ValueError(
+                f"a step has {len(slot_T)} rows, room was reserved for {self._sizes.max_tokens}"
+            )
         region = self._sampled if of_head else self._step
         # Decoding repeats its step's rows until one of them or a slot changes.
         key = (slot_T.tobytes(), pool_version)
