@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 import torch
@@ -45,6 +45,9 @@ from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load
 from loraplex_engine.sampling.setup import open_survivors
 from loraplex_engine.sampling.triton_sampler import TritonSampler
 from loraplex_engine.threads import usable_cpus
+
+if TYPE_CHECKING:
+    from loraplex_engine.sampling.triton_sampler import TritonSampler
 
 log = structlog.get_logger(__name__)
 
@@ -187,6 +190,7 @@ class _TritonAssembly:
         max_tokens = model.rows_for(max(config.max_num_batched_tokens, _MIN_ROWS))
         staging = Staging(device)
         inputs = StagedInputs(staging, config.max_num_seqs)
+        sampler = self._sampler(staging)
         on_device = TritonSampler(staging, self._plans, config.max_num_seqs)
         lora = _open_lora(
             config,
@@ -218,6 +222,7 @@ class _TritonAssembly:
         )
         on_device.reserve_large(max_tokens)
         inputs.reserve_large(max_tokens)
+        sampler.reserve_large(max_tokens)
         staging.seal()
         graphs = self._graphs(lora)
         block_bytes = attention.kv_bytes_per_block() * model.config.num_layers
@@ -264,6 +269,12 @@ class _TritonAssembly:
         if memory is not None:
             log.info("device_memory", device=self._device.name, **memory.by_use())
         return Compute(self._device, model, sizes, attention, lora, runner, self._plans, memory)
+
+    def _sampler(self, staging: Staging) -> TritonSampler:
+        # Not at the top: an engine on a CPU needs no Triton.
+        from loraplex_engine.sampling.triton_sampler import TritonSampler
+
+        return TritonSampler(staging, self._plans, self._config.max_num_seqs)
 
     def _graphs(self, lora: Lora | None) -> DecodeGraphs | None:
         """Steps padded to buckets; recorded or not is another question."""

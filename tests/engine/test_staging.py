@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.device.staging import ALIGNMENT, Staging
+from loraplex_engine.device.staging import ALIGNMENT, MAX_GAP_BYTES, Staging
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -59,6 +59,25 @@ def test_what_lies_behind_the_last_used_byte_does_not_travel() -> None:
     assert staging.flush() == 16
     assert first.device.tolist() == [1] * 4
     assert second.device.tolist() == [0] * 4
+
+
+def test_a_gap_that_is_dearer_than_a_copy_is_left_out() -> None:
+    staging = Staging(CPU)
+    first = staging.reserve("first", (4,), np.int32)
+    middle = staging.reserve("middle", (MAX_GAP_BYTES + 16,), np.uint8)
+    last = staging.reserve("last", (4,), np.int32)
+    staging.seal()
+    for staged in (first, middle, last):
+        staged.host[:] = 3
+
+    with Copies() as copies:
+        first.use(4)
+        last.use(4)
+        staging.flush()
+
+    assert copies.sizes == [16, 16]
+    assert first.device.tolist() == last.device.tolist() == [3] * 4
+    assert not middle.device.any()
 
 
 def test_a_flush_without_use_copies_nothing_and_use_lasts_for_one_flush() -> None:

@@ -2,13 +2,13 @@
 
 Whoever has metadata for the device reserves room once, at start; `seal` makes one pinned host buffer and one
 device buffer of all reservations. In a step each writes numpy into its `host` views and says with `use` how
-much of them counts; `flush` copies the beginning of the buffer, up to the last byte in use, at once. So a step
-costs one copy whatever it is made of, and every device address is fixed for the engine's life: kernel launches
-that a CUDA graph recorded read the next step's values.
+much of them counts; `flush` copies from the first byte in use to the last, at once. So a step costs one copy
+whatever it is made of, and every device address is fixed for the engine's life: kernel launches that a CUDA graph
+recorded read the next step's values.
 
-What lies in front of the last used byte is copied too, used or not: the device then has what the host has
-there, and a reservation that is not written in a step keeps its values. Reserve what is small and always used
-first, what is large and rarely full last.
+What lies between is copied too: the device then has what the host has there, and a reservation that is not
+written in a step keeps its values. Only a gap that would take longer to copy than a copy takes to start is left
+out. Reserve what is small and always used first, what is large and rarely full last.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor
 
 # The widest vector load, and what Triton's pointer specialisation asks for.
 ALIGNMENT: Final = 16
+# Starting a copy takes some microseconds, in which a PCIe link moves about so much.
+MAX_GAP_BYTES: Final = 128 * 1024
 
 _TORCH_DTYPES: Final[dict[np.dtype[Any], torch.dtype]] = {
     np.dtype(np.int32): torch.int32,
@@ -139,13 +141,23 @@ class Staging:
         """
         assert self._host is not None, "flushed before seal"
         assert self._device_buffer is not None
-        stop = 0
-        for staged in self._staged:
-            if staged.used_bytes:
-                stop = max(stop, staged.begin_byte + staged.used_bytes)
-                staged.used_bytes = 0
-        if stop:
-            self._device_buffer[:stop].copy_(self._host[:stop], non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-        return stop
+        num_bytes = 0
+        for begin, stop in self._spans():
+            self._device_buffer[begin:stop].copy_(self._host[begin:stop], non_blocking=True)
+            num_bytes += stop - begin
+        if num_bytes and self._copied is not None:
+            self._copied.record()
+        return num_bytes
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """What is in use, as few ranges of bytes; all of it counts as unused from now on."""
+        spans: list[tuple[int, int]] = []
+        for staged in self._staged:  # in order of their bytes
+            if not staged.used_bytes:
+                continue
+            begin, stop = staged.begin_byte, staged.begin_byte + staged.used_bytes
+            staged.used_bytes = 0
+            if spans and begin - spans[-1][1] <= MAX_GAP_BYTES:
+                begin, _ = spans.pop()
+            spans.append((begin, stop))
+        return spans
