@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loraplex_engine.attention.base import AttentionBackend
-from loraplex_engine.attention.setup import open_attention
+from loraplex_engine.attention.setup import BackendName, open_attention
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.runner import ModelRunner, RunnerLimits
@@ -39,7 +39,7 @@ def open_case(
     folder: Path,
     shape: TinyShape,
     dtype: torch.dtype,
-    backend: str,
+    backend: BackendName,
     limits: RunnerLimits,
     *,
     cache_dir: Path,
