@@ -1,0 +1,200 @@
+"""What the command line of `python -m bench.gpu_check` does; torch is imported by the parts alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.gpu_check.figures import Figure, Recorder, format_table, read_figures
+
+_ROOT = Path(__file__).resolve().parents[2]
+# All parts together; the issue gives five minutes.
+_TOTAL_S = 285.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """A part and the seconds it may take."""
+
+    name: str
+    limit_s: float
+
+
+PARTS = (
+    PartSpec("numerics", 80),
+    PartSpec("parity", 80),
+    PartSpec("bandwidth", 45),
+    PartSpec("decode", 110),
+    PartSpec("prefill", 45),
+    PartSpec("invariant", 60),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a part ended, and what it had measured."""
+
+    part: str
+    seconds: float
+    problem: str  # empty: none
+    figures: list[Figure]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0: all parts ran and every target that concerns correctness holds, or there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run all of it on the CPU, tiny and interpreted"
+    )
+    parser.add_argument("--only", action="append", choices=[part.name for part in PARTS])
+    parser.add_argument("--json", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rehearse:
+        # Read by Triton when it is first imported, here or in the parts' processes.
+        os.environ["TRITON_INTERPRET"] = "1"
+    if options.part:
+        run_part(options.part, options.figures, is_rehearsal=options.rehearse)
+        return 0
+    if not options.rehearse and not has_gpu():
+        sys.stdout.write(
+            "No CUDA device here: nothing to check. (--rehearse runs every part on the CPU.)\n"
+        )
+        return 0
+    specs = [part for part in PARTS if not options.only or part.name in options.only]
+    facts = machine_facts(is_rehearsal=options.rehearse)
+    outcomes = run_parts(specs, lambda spec, path: _command(spec, path, options.rehearse))
+    sys.stdout.write(report(facts, outcomes) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(as_json(facts, outcomes), indent=1) + "\n")
+    return int(any(outcome.problem or _is_wrong(outcome) for outcome in outcomes))
+
+
+def run_part(name: str, figures: Path, *, is_rehearsal: bool) -> None:
+    """Run one part in this process."""
+    from bench.gpu_check import bandwidth, numerics, parity, speed
+    from bench.gpu_check.machine import CudaMachine, RehearsalMachine
+    from bench.gpu_check.sizes import FULL, REHEARSAL
+
+    parts = {
+        "numerics": numerics.run,
+        "parity": parity.run,
+        "bandwidth": bandwidth.run,
+        "decode": speed.run_decode,
+        "prefill": speed.run_prefill,
+        "invariant": speed.run_invariant,
+    }
+    machine = RehearsalMachine() if is_rehearsal else CudaMachine()
+    parts[name](machine, REHEARSAL if is_rehearsal else FULL, Recorder(name, figures))
+
+
+def has_gpu() -> bool:
+    """Whether torch sees one."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def machine_facts(*, is_rehearsal: bool) -> dict[str, str]:
+    """See `Machine.facts`."""
+    from bench.gpu_check.machine import CudaMachine, RehearsalMachine
+
+    return (RehearsalMachine() if is_rehearsal else CudaMachine()).facts()
+
+
+def run_parts(
+    specs: Sequence[PartSpec],
+    command: Callable[[PartSpec, Path], list[str]],
+    *,
+    total_s: float = _TOTAL_S,
+) -> list[Outcome]:
+    """Run the parts one after the other, each within its limit and all within `total_s`.
+
+    Args:
+        command: (part, file for its figures) -> what to start.
+    """
+    outcomes = []
+    deadline = time.monotonic() + total_s
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        for spec in specs:
+            path = Path(folder) / f"{spec.name}.jsonl"
+            limit = min(spec.limit_s, deadline - time.monotonic())
+            started = time.monotonic()
+            problem = "not run: the time was spent"
+            if limit > 0:
+                sys.stderr.write(f"{spec.name} ...\n")
+                problem = _run(command(spec, path), limit)
+            outcomes.append(
+                Outcome(spec.name, time.monotonic() - started, problem, read_figures(path))
+            )
+    return outcomes
+
+
+def _run(command: list[str], limit_s: float) -> str:
+    """Empty, or why it ended badly."""
+    try:
+        done = subprocess.run(
+            command, cwd=_ROOT, timeout=limit_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:.0f} s"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"exit {done.returncode}: " + " | ".join(lines[-3:])
+
+
+def _command(spec: PartSpec, path: Path, is_rehearsal: bool) -> list[str]:
+    command = [sys.executable, "-m", "bench.gpu_check", "--part", spec.name]
+    command += ["--figures", str(path)]
+    return [*command, "--rehearse"] if is_rehearsal else command
+
+
+def _is_wrong(outcome: Outcome) -> bool:
+    """Speed that misses its target is a finding; numbers that are wrong are a failure."""
+    return outcome.part in ("numerics", "parity") and any(
+        figure.holds is False for figure in outcome.figures
+    )
+
+
+def report(facts: dict[str, str], outcomes: Sequence[Outcome]) -> str:
+    """The text that is printed."""
+    lines = ["  ".join(f"{name}: {value}" for name, value in facts.items()), ""]
+    figures = [figure for outcome in outcomes for figure in outcome.figures]
+    lines += [format_table(figures), ""]
+    lines.append(", ".join(f"{outcome.part} {outcome.seconds:.0f} s" for outcome in outcomes))
+    lines += [
+        f"PROBLEM {outcome.part}: {outcome.problem}" for outcome in outcomes if outcome.problem
+    ]
+    missed = [figure for figure in figures if figure.holds is False]
+    lines.append(
+        f"{len(missed)} of {len([f for f in figures if f.target is not None])} targets missed"
+    )
+    return "\n".join(lines)
+
+
+def as_json(facts: dict[str, str], outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """The same, for programs."""
+    return {
+        "machine": facts,
+        "parts": [
+            {
+                "name": outcome.part,
+                "seconds": outcome.seconds,
+                "problem": outcome.problem,
+                "figures": [
+                    {**asdict(figure), "holds": figure.holds} for figure in outcome.figures
+                ],
+            }
+            for outcome in outcomes
+        ],
+    }

@@ -1,0 +1,176 @@
+"""The machine that is measured: clocks, graphs and facts. A GPU, or for a rehearsal a CPU that plays one.
+
+Everything that differs between the two is here: the parts have no `if cuda`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from loraplex_engine.device.graphs import Captured, CudaGraphBackend, GraphBackend
+from loraplex_kernels.support import Support, support_of
+
+
+class Machine(Protocol):
+    """What the parts ask of it."""
+
+    device: torch.device
+    is_rehearsal: bool
+
+    @property
+    def support(self) -> Support:
+        """Its architecture; plans are those of `support.name`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all launches."""
+        ...
+
+    def time_us(self, run: Callable[[], object], repeats: int) -> float:
+        """Median device time of `run`, launched `repeats` times after it has warmed up."""
+        ...
+
+    def graph_backend(self) -> GraphBackend:
+        """Records decoding steps."""
+        ...
+
+    def facts(self) -> dict[str, str]:
+        """Name, driver, clocks and versions, for the head of the table."""
+        ...
+
+
+class CudaMachine:
+    """The first GPU."""
+
+    is_rehearsal = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        self.support = support_of(self.device)
+
+    def synchronize(self) -> None:
+        """See `Machine`."""
+        torch.cuda.synchronize()
+
+    def time_us(self, run: Callable[[], object], repeats: int) -> float:
+        """See `Machine`. Replayed from a graph, so that the host's launches take no part."""
+        graph = self.graph_backend().capture(lambda: _discard(run))
+        graph.replay()
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times)
+
+    def graph_backend(self) -> GraphBackend:
+        """See `Machine`."""
+        return CudaGraphBackend(self.device)
+
+    def facts(self) -> dict[str, str]:
+        """See `Machine`."""
+        import triton
+
+        properties = torch.cuda.get_device_properties(self.device)
+        return {
+            "gpu": properties.name,
+            "memory_gib": f"{properties.total_memory / 2**30:.0f}",
+            "arch": self.support.name,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": str(torch.version.cuda),
+            **_nvidia_smi(),
+        }
+
+
+class RehearsalMachine:
+    """A CPU with Triton's interpreter; times are the host's and mean nothing."""
+
+    is_rehearsal = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.support = support_of(self.device)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def time_us(self, run: Callable[[], object], repeats: int) -> float:
+        """Of one run: the interpreter takes its time."""
+        del repeats
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e6
+
+    def graph_backend(self) -> GraphBackend:
+        """What was to be recorded is run again."""
+        return _Rerun()
+
+    def facts(self) -> dict[str, str]:
+        """See `Machine`."""
+        return {
+            "gpu": "none: a rehearsal, its figures mean nothing",
+            "torch": torch.__version__,
+        }
+
+
+class _Rerun:
+    def capture(self, run: Callable[[], None]) -> Captured:
+        run()
+        return _Again(run)
+
+
+@dataclass(frozen=True)
+class _Again:
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        self.run()
+
+
+def _discard(run: Callable[[], object]) -> None:
+    run()
+
+
+def median_wall_s(run: Callable[[], object], repeats: int) -> float:
+    """Median host seconds of something that waits for its own end."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+_SMI_FIELDS: Sequence[str] = (
+    "driver_version",
+    "clocks.current.sm",
+    "clocks.current.memory",
+    "clocks.max.sm",
+    "power.draw",
+    "temperature.gpu",
+)
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """Driver and clocks; what cannot be asked is said."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return {"driver": "unknown: there is no nvidia-smi"}
+    query = [command, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"driver": f"unknown: {type(error).__name__}"}
+    return dict(zip(_SMI_FIELDS, map(str.strip, done.stdout.strip().split(",")), strict=False))
