@@ -43,7 +43,6 @@ from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
 from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load_model
 from loraplex_engine.sampling.setup import open_survivors
-from loraplex_engine.sampling.triton_sampler import TritonSampler
 from loraplex_engine.threads import usable_cpus
 
 if TYPE_CHECKING:
@@ -191,7 +190,6 @@ class _TritonAssembly:
         staging = Staging(device)
         inputs = StagedInputs(staging, config.max_num_seqs)
         sampler = self._sampler(staging)
-        on_device = TritonSampler(staging, self._plans, config.max_num_seqs)
         lora = _open_lora(
             config,
             self._cache,
@@ -220,7 +218,6 @@ class _TritonAssembly:
                 max_blocks_per_row=-(-max_len // config.block_size),
             ),
         )
-        on_device.reserve_large(max_tokens)
         inputs.reserve_large(max_tokens)
         sampler.reserve_large(max_tokens)
         staging.seal()
@@ -241,7 +238,7 @@ class _TritonAssembly:
             survivors=open_survivors(self._cache),
             inputs=inputs,
             graphs=graphs,
-            on_device=on_device,
+            on_device=sampler,
         )
         memory = None
         if meter is not None:
