@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from loraplex_kernels.aot_case import AotCase
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
+from loraplex_kernels.tune import Launch, TuneCase, candidates
 
 KERNEL = "gated"
 Activation = Literal["silu", "gelu_tanh"]
@@ -130,3 +132,16 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
             flops=rows * width * 6,
             shape=f"T={rows} I={width}",
         )
+
+
+def tune_cases(table: PlanTable, device: torch.device) -> Iterator[TuneCase]:
+    """Every entry at Llama-3.1-8B's inner width."""
+    for index, entry in enumerate(table.entries(KERNEL)):
+        rows = 64 if entry.when.phase == "decode" else 8192
+        gate_up_TI = torch.randn(rows, 2 * 14_336, device=device, dtype=torch.bfloat16)
+
+        def bind(plan: Plan, gate_up: Tensor = gate_up_TI) -> Launch:
+            return lambda: gated(gate_up, "silu", plan)
+
+        space = candidates({"BLOCK": (512, 1024, 2048, 4096)}, warps=(2, 4, 8))
+        yield TuneCase(KERNEL, index, f"T={rows} I=14336", space, bind)

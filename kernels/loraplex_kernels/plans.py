@@ -188,7 +188,7 @@ def _read_entries(path: Path, column: Column) -> tuple[PlanEntry, ...]:
     except FileNotFoundError:
         raise PlanError(f"{path} does not exist: this kernel has no plans here") from None
     except ValueError as error:
-        raise PlanError(f"{path} is not valid JSON: {error}") from error
+        raise PlanError(f"{path}: not valid JSON: {error}") from error
     reader = _Reader(path)
     reader.keys(document, "the file", {"kernel", "arch", "entries"})
     if document["kernel"] != path.stem or document["arch"] != path.parent.name:

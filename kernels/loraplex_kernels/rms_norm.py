@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from loraplex_kernels.aot_case import AotCase
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
+from loraplex_kernels.tune import Launch, TuneCase, candidates
 
 KERNEL = "rms_norm"
 # A row lives in the registers of one program.
@@ -137,6 +139,23 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
             bytes_moved=(rows * (4 if has_residual else 2) + 1) * width * dtype_size(dtype),
             flops=rows * width * 5,
             shape=f"T={rows} H={width}",
+        )
+
+
+def tune_cases(table: PlanTable, device: torch.device) -> Iterator[TuneCase]:
+    """Every entry at its largest width: how many warps share a row."""
+    for index, entry in enumerate(table.entries(KERNEL)):
+        width = entry.when.max_k or 16_384
+        x_TH, residual_TH = torch.randn(2, 256, width, device=device, dtype=torch.bfloat16)
+        weight_H = torch.ones(width, device=device, dtype=torch.bfloat16)
+
+        def bind(
+            plan: Plan, x: Tensor = x_TH, residual: Tensor = residual_TH, weight: Tensor = weight_H
+        ) -> Launch:
+            return lambda: rms_norm(x, weight, 1e-5, plan, residual_TH=residual)
+
+        yield TuneCase(
+            KERNEL, index, f"T=256 H={width}", candidates({}, warps=(1, 2, 4, 8, 16)), bind
         )
 
 
