@@ -21,27 +21,23 @@ from loraplex_kernels.support import Support
 KERNEL = "kv_blocks"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["from_blocks", "to_blocks"])
 def _kv_blocks(
     from_ptr,
     to_ptr,
-    source_ptr,
-    target_ptr,
+    id_ptr,
     from_blocks,
     to_blocks,
     block_words,
     BLOCK: tl.constexpr,
-    HAS_SOURCE: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
+    IS_GATHER: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
-    source = index
-    if HAS_SOURCE:
-        source = tl.load(source_ptr + index)
-    target = index
-    if HAS_TARGET:
-        target = tl.load(target_ptr + index)
+    named = tl.load(id_ptr + index)
+    source, target = index, named
+    if IS_GATHER:
+        source, target = named, index
     word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = word < block_words
     words = tl.load(from_ptr + (plane * from_blocks + source) * block_words + word, mask=mask)
@@ -49,18 +45,19 @@ def _kv_blocks(
 
 
 def copy_blocks(cache: Tensor, source_N: Tensor, target_N: Tensor, plan: Plan) -> None:
-    """Copy block source[i] of a cache to block target[i], in both planes.
+    """Copy block source[i] of a cache to block target[i], in both planes; every source is read as it was.
+
+    Two launches with a packed copy between: programs run in any order, and a target may be another's source.
 
     Args:
         cache: (2, num_blocks, ...) contiguous, any dtype; a block of a plane takes a multiple of 16 bytes.
-        source_N, target_N: (N,) int64 on the cache's device; no target twice, and no target is a source: programs
-            run in any order. Where that may be, `gather_blocks` and `scatter_blocks`.
+        source_N, target_N: (N,) int64 on the cache's device; no target twice.
     Raises:
         ValueError: a shape or dtype differs from the above.
+    Reference: `reference_attention.copy_blocks`.
     """
-    _check_ids("source", source_N, len(source_N))
     _check_ids("target", target_N, len(source_N))
-    _launch(cache, cache, source_N, target_N, plan)
+    scatter_blocks(gather_blocks(cache, source_N, plan), cache, target_N, plan)
 
 
 def gather_blocks(
@@ -80,7 +77,7 @@ def gather_blocks(
         out = cache.new_empty(shape)
     elif out.shape != shape or out.dtype != cache.dtype or not out.is_contiguous():
         raise ValueError(f"out is {tuple(out.shape)} {out.dtype}, not {shape} {cache.dtype}")
-    _launch(cache, out, source_N, None, plan)
+    _launch(cache, out, source_N, plan, is_gather=True)
     return out
 
 
@@ -96,34 +93,29 @@ def scatter_blocks(packed: Tensor, cache: Tensor, target_N: Tensor, plan: Plan) 
         raise ValueError(
             f"packed is {tuple(packed.shape)} {packed.dtype}, not {shape} {cache.dtype}"
         )
-    _launch(packed, cache, None, target_N, plan)
+    _launch(packed, cache, target_N, plan, is_gather=False)
 
 
-def _launch(
-    begin: Tensor, end: Tensor, source_N: Tensor | None, target_N: Tensor | None, plan: Plan
-) -> None:
-    for name, blocks in (("cache", begin), ("cache", end)):
-        num_bytes = math.prod(blocks.shape[2:]) * blocks.element_size()
-        if blocks.ndim < 3 or blocks.shape[0] != 2 or not blocks.is_contiguous() or num_bytes % 16:
-            raise ValueError(
-                f"{name} is {tuple(blocks.shape)} {blocks.dtype}, not (2, num_blocks, ...) "
-                "contiguous with blocks of a multiple of 16 bytes"
-            )
-    ids = target_N if source_N is None else source_N
-    if ids is None or not len(ids):
+def _launch(begin: Tensor, end: Tensor, ids_N: Tensor, plan: Plan, *, is_gather: bool) -> None:
+    cache = begin if is_gather else end
+    num_bytes = math.prod(cache.shape[2:]) * cache.element_size()
+    if cache.ndim < 3 or cache.shape[0] != 2 or not cache.is_contiguous() or num_bytes % 16:
+        raise ValueError(
+            f"cache is {tuple(cache.shape)} {cache.dtype}, not (2, num_blocks, ...) "
+            "contiguous with blocks of a multiple of 16 bytes"
+        )
+    if not len(ids_N):
         return
-    words = math.prod(begin.shape[2:]) * begin.element_size() // 4
-    block = plan.config["BLOCK"]
-    _kv_blocks[(len(ids), 2, triton.cdiv(words, block))](
-        begin.view(torch.uint8).view(torch.int32) if begin.dtype != torch.int32 else begin,
-        end.view(torch.uint8).view(torch.int32) if end.dtype != torch.int32 else end,
-        ids if source_N is None else source_N,
-        ids if target_N is None else target_N,
+    words = num_bytes // 4
+    _kv_blocks[(len(ids_N), 2, triton.cdiv(words, plan.config["BLOCK"]))](
+        # Flat first: a view as another dtype asks for a last dimension of whole words.
+        begin.view(-1).view(torch.int32),
+        end.view(-1).view(torch.int32),
+        ids_N,
         begin.shape[1],
         end.shape[1],
         words,
-        HAS_SOURCE=source_N is not None,
-        HAS_TARGET=target_N is not None,
+        IS_GATHER=is_gather,
         **plan.launch(),
     )
 
@@ -134,28 +126,28 @@ def _check_ids(name: str, ids_N: Tensor, count: int) -> None:
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry, copying a block of 16 tokens of Llama-3.1-8B in bf16 from block to block."""
-    words, num_copies = 16 * 8 * 128 * 2 // 4, 64
+    """Every entry both ways, with blocks of 16 tokens of Llama-3.1-8B in bf16."""
+    words, num_blocks = 16 * 8 * 128 * 2 // 4, 64
     for entry in table.entries(KERNEL):
-        yield AotCase(
-            kernel=KERNEL,
-            fn=_kv_blocks,
-            signature={
-                "from_ptr": "*i32",
-                "to_ptr": "*i32",
-                "source_ptr": "*i64",
-                "target_ptr": "*i64",
-                "from_blocks": "i32",
-                "to_blocks": "i32",
-                "block_words": "i32",
-            },
-            constexprs={**entry.plan.config, "HAS_SOURCE": True, "HAS_TARGET": True},
-            divisible_by_16=("from_ptr", "to_ptr", "source_ptr", "target_ptr", "block_words"),
-            plan=entry.plan,
-            arch=support.name,
-            dtype="bf16",
-            needs=None,
-            bytes_moved=num_copies * 2 * 2 * words * 4,
-            flops=0,
-            shape=f"blocks={num_copies} bytes={2 * words * 4}",
-        )
+        for is_gather in (True, False):
+            yield AotCase(
+                kernel=KERNEL,
+                fn=_kv_blocks,
+                signature={
+                    "from_ptr": "*i32",
+                    "to_ptr": "*i32",
+                    "id_ptr": "*i64",
+                    "from_blocks": "i32",
+                    "to_blocks": "i32",
+                    "block_words": "i32",
+                },
+                constexprs={**entry.plan.config, "IS_GATHER": is_gather},
+                divisible_by_16=("from_ptr", "to_ptr", "id_ptr", "block_words"),
+                plan=entry.plan,
+                arch=support.name,
+                dtype="bf16",
+                needs=None,
+                bytes_moved=num_blocks * 2 * 2 * words * 4,
+                flops=0,
+                shape=f"blocks={num_blocks} bytes={2 * words * 4} {'out' if is_gather else 'in'}",
+            )

@@ -54,7 +54,8 @@ def _splits(
     return origin, size, 0, tl.cdiv(length - origin, size)
 
 
-@triton.jit
+# What differs from bucket to bucket gets no variant of the kernel of its own.
+@triton.jit(do_not_specialize=["num_splits", "num_planes"])
 def _paged_decode(
     q_ptr,
     kv_ptr,
@@ -144,7 +145,7 @@ def _paged_decode(
             tl.store(total_ptr + plane[:, None] * HEAD_DIM + width[None, :], total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_planes"])
 def _paged_decode_combine(
     entry_ptr,
     total_ptr,
@@ -266,8 +267,9 @@ def paged_decode(
         )
     if not num_entries:
         return out_TW
-    num_stats = 2 * num_entries * num_heads * splitting.num_planes
-    total, stat = workspace.view(-1)[num_stats:], workspace.view(-1)[:num_stats]
+    # Totals first: their length is a multiple of 16 bytes, so both begin at one.
+    num_totals = num_entries * num_heads * splitting.num_planes * head_dim
+    total, stat = workspace.view(-1)[:num_totals], workspace.view(-1)[num_totals:]
     constants = _constants(
         plan,
         splitting,
@@ -363,21 +365,25 @@ _HEADS, _KV_HEADS, _DIM, _BLOCK_SIZE, _KEYS = 32, 8, 128, 16, 8192
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry in its dtype; the last one also over int8 and fp8, and with a window and soft cap."""
+    """Every entry in the dtypes it is for; the last one also with a window and soft cap."""
     entries = table.entries(KERNEL)
     for entry in entries:
         dtype: KvDtype = "fp32" if entry.when.dtype == "fp32" else "bf16"
+        is_quantized = entry.when.max_n == 1
         rows, head_dim = entry.when.max_tokens or 2048, entry.when.max_k or _DIM
-        yield _case(entry.plan, support, dtype, dtype, rows=rows, head_dim=head_dim)
-    most = next(
-        entry.plan for entry in entries if entry.when.dtype is None and not entry.when.max_k
-    )
-    yield _combine_case(most, support)
-    last = entries[-1].plan
-    yield _case(last, support, "bf16", "int8", rows=2048)
-    if support.allows("fp8"):
-        yield _case(last, support, "bf16", "fp8", rows=2048)
-    yield _case(last, support, "bf16", "bf16", rows=2048, window=4096, soft_cap=50.0)
+        yield _case(
+            entry.plan,
+            support,
+            dtype,
+            "int8" if is_quantized else dtype,
+            rows=rows,
+            head_dim=head_dim,
+        )
+        if is_quantized and entry.when.max_tokens is None and support.allows("fp8"):
+            yield _case(entry.plan, support, dtype, "fp8", rows=rows)
+    plain = [entry.plan for entry in entries if entry.when.dtype is entry.when.max_k is None]
+    yield _combine_case(plain[0], support)
+    yield _case(plain[-1], support, "bf16", "bf16", rows=2048, window=4096, soft_cap=50.0)
 
 
 def _case(

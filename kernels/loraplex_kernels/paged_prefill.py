@@ -241,18 +241,19 @@ _HEADS, _KV_HEADS, _DIM, _BLOCK_SIZE, _TOKENS = 32, 8, 128, 16, 8192
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry in its dtype; bf16's also over int8 and fp8, with a window and soft cap, and for heads of 64."""
-    for entry in table.entries(KERNEL):
-        if entry.when.dtype == "fp32":
-            yield _case(entry.plan, support, "fp32", "fp32")
-            continue
-        yield _case(entry.plan, support, "bf16", "bf16")
-        if entry.when.max_tokens is None:
-            yield _case(entry.plan, support, "bf16", "int8")
-            if support.allows("fp8"):
-                yield _case(entry.plan, support, "bf16", "fp8")
-            yield _case(entry.plan, support, "bf16", "bf16", head_dim=64)
-            yield _case(entry.plan, support, "bf16", "bf16", window=4096, soft_cap=50.0)
+    """Every entry in the dtypes it is for; the last one also with a window and soft cap, and for heads of 64."""
+    entries = table.entries(KERNEL)
+    quantized: list[KvDtype] = ["int8", "fp8"] if support.allows("fp8") else ["int8"]
+    for entry in entries:
+        dtype: KvDtype = "fp32" if entry.when.dtype == "fp32" else "bf16"
+        for kv_dtype in quantized if entry.when.max_n == 1 else [dtype]:
+            yield _case(entry.plan, support, dtype, kv_dtype)
+    last = entries[-1].plan
+    if all(entry.when.max_n != 1 for entry in entries):
+        for kv_dtype in quantized:
+            yield _case(last, support, "bf16", kv_dtype)
+    yield _case(last, support, "bf16", "bf16", head_dim=64)
+    yield _case(last, support, "bf16", "bf16", window=4096, soft_cap=50.0)
 
 
 def _case(

@@ -259,7 +259,7 @@ _HEADS, _KV_HEADS, _DIM, _BLOCK_SIZE = 32, 8, 128, 16
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry into caches of bf16, int8 and, where there is fp8, that."""
+    """Every entry into caches of bf16; the last one into int8 and, where there is fp8, that."""
     kv_dtypes: dict[KvDtype, torch.dtype] = {
         "bf16": torch.bfloat16,
         "int8": torch.int8,
@@ -268,7 +268,7 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     for entry in table.entries(KERNEL):
         rows = entry.when.max_tokens or 8192
         for kv_dtype, torch_dtype in kv_dtypes.items():
-            if not support.allows(kv_dtype):
+            if not support.allows(kv_dtype) or (kv_dtype in QUANTIZED and entry.when.max_tokens):
                 continue
             scale_bytes = 4 if kv_dtype in QUANTIZED else 0
             kv_pointer = f"*{triton_type(kv_dtype)}"

@@ -33,7 +33,8 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copies_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     cache, expected = cache_of(dtype, device), cache_of(dtype, device)
-    source, target = ids(0, 6, 0, device=device), ids(3, 1, 5, device=device)
+    # A target that is another's source, a swap, and a source that comes twice.
+    source, target = ids(0, 6, 3, 1, 6, device=device), ids(3, 1, 0, 6, 5, device=device)
     reference_attention.copy_blocks(expected, source, target)
 
     copy_blocks(cache, source, target, PLAN)
