@@ -19,7 +19,7 @@ from loraplex_kernels.lora_aot import (
     ROUTE_ALIGNED,
     ROUTE_SIGNATURE,
     pointer_to,
-    work_of,
+    works,
 )
 from loraplex_kernels.lora_route import LoraRoute
 from loraplex_kernels.lora_slots import UNIT_BYTES, LoraSlots, site_header, slot_weights
@@ -134,39 +134,37 @@ def lora_embed(
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry in the dtype that it is made for, at the blocks of one row and of the longest steps."""
-    width = 4096
-    for entry in table.entries(KERNEL):
-        grouped = work_of(table, entry.when, is_grouped=True)
-        builds = [grouped]
-        # In fp32 the loop over one row differs in nothing that these builds look at.
-        if table.column == "fast" and grouped.dtype != "fp32":
-            builds.append(work_of(table, entry.when, is_grouped=False))
-        for work in builds:
-            is_wide = work.block_rows >= 64 and entry.plan.num_warps % 4 == 0
-            has_products = work.block_rows > 1 and work.dtype != "fp32"
-            yield AotCase(
-                kernel=KERNEL,
-                fn=_lora_embed,
-                signature={
-                    "y_ptr": pointer_to(work.dtype),
-                    "token_ptr": "*i64",
-                    "weights_ptr": pointer_to(work.dtype),
-                    **ROUTE_SIGNATURE,
-                    "num_outputs": "i32",
-                    "y_stride": "i32",
-                },
-                constexprs={
-                    "BLOCK_M": work.block_rows,
-                    "UNIT": UNIT_BYTES // dtype_size(work.dtype),
-                    **entry.plan.config,
-                },
-                divisible_by_16=("y_ptr", "token_ptr", *ROUTE_ALIGNED, "num_outputs", "y_stride"),
-                plan=entry.plan,
-                arch=support.name,
-                dtype=work.dtype,
-                needs=("wgmma" if is_wide else "mma") if has_products else None,
-                bytes_moved=work.expand_bytes(width, 0),
-                flops=work.expand_flops(width),
-                shape=f"T={work.rows} L={work.adapters} H={width}",
-            )
+    """Every entry in the blocks of single rows and of the longest steps."""
+    width, seen = 4096, set()
+    dtypes = ("bf16", "fp32") if table.column == "fast" else ("bf16",)
+    grouped = [work for work in works(table, dtypes, is_grouped=True) if work.tokens == 8192]
+    for work in (*grouped, *works(table, ("bf16",), is_grouped=False)):
+        plan = work.choose(table, KERNEL)
+        if (plan.label, work.block_rows) in seen:
+            continue
+        seen.add((plan.label, work.block_rows))
+        yield AotCase(
+            kernel=KERNEL,
+            fn=_lora_embed,
+            signature={
+                "y_ptr": pointer_to(work.dtype),
+                "token_ptr": "*i64",
+                "weights_ptr": pointer_to(work.dtype),
+                **ROUTE_SIGNATURE,
+                "num_outputs": "i32",
+                "y_stride": "i32",
+            },
+            constexprs={
+                "BLOCK_M": work.block_rows,
+                "UNIT": UNIT_BYTES // dtype_size(work.dtype),
+                **plan.config,
+            },
+            divisible_by_16=("y_ptr", "token_ptr", *ROUTE_ALIGNED, "num_outputs", "y_stride"),
+            plan=plan,
+            arch=support.name,
+            dtype=work.dtype,
+            needs=work.matrix_instruction(plan),
+            bytes_moved=work.expand_bytes(width, 0),
+            flops=work.expand_flops(width),
+            shape=f"T={work.rows} L={work.adapters} r={work.rank} H={width}",
+        )

@@ -10,7 +10,6 @@ Source: Punica SGMV, arXiv 2310.18547; the layout is that of `lora_slots`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import triton
@@ -19,14 +18,11 @@ from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
 from loraplex_kernels.lora_aot import (
-    NUM_INPUTS,
     NUM_OUTPUTS,
-    RANK,
     ROUTE_ALIGNED,
     ROUTE_SIGNATURE,
-    WIDTHS,
     pointer_to,
-    work_of,
+    works,
 )
 from loraplex_kernels.lora_route import LoraRoute
 from loraplex_kernels.lora_slots import (
@@ -226,37 +222,32 @@ EXPAND_ALIGNED = (
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry, in bf16 or the dtype that it is made for, with the planes that its shrink writes; and the
-    last one in fp16, which takes other products."""
-    entries = table.entries(KERNEL)
-    builds = [(entry, entry.when.dtype or "bf16") for entry in entries] + [(entries[-1], "fp16")]
-    for entry, dtype in builds:
-        work = replace(work_of(table, entry.when, is_grouped=True), dtype=dtype)
-        is_wide = work.block_rows >= 64 and entry.plan.num_warps % 4 == 0
-        shrink = table.choose(
-            "lora_shrink",
-            phase=entry.when.phase or "prefill",
-            tokens=entry.when.max_tokens or work.rows,
-            rank=len(WIDTHS) * RANK,
-            k=NUM_INPUTS,
-            dtype=dtype,
-        )
-        split_k = shrink.config["SPLIT_K"]
+    """Every launch that the plans lead to, with the planes that its shrink writes: in bf16 and, at the longest
+    steps, fp32 and fp16, which take other products."""
+    seen = set()
+    dtypes = ("bf16", "fp32", "fp16") if table.column == "fast" else ("bf16", "fp32")
+    for work in works(table, dtypes, is_grouped=True):
+        plan = work.choose(table, KERNEL)
+        split_k = work.choose(table, "lora_shrink").config["SPLIT_K"]
+        key = (plan.label, work.block_rows, split_k, work.dtype)
+        if key in seen or (work.dtype == "fp16" and work.phase == "decode"):
+            continue
+        seen.add(key)
         yield AotCase(
             kernel=KERNEL,
             fn=_lora_expand,
-            signature=expand_signature(dtype),
+            signature=expand_signature(work.dtype),
             constexprs={
                 "BLOCK_M": work.block_rows,
                 "SPLIT_K": split_k,
-                "UNIT": UNIT_BYTES // dtype_size(dtype),
-                **entry.plan.config,
+                "UNIT": UNIT_BYTES // dtype_size(work.dtype),
+                **plan.config,
             },
             divisible_by_16=EXPAND_ALIGNED,
-            plan=entry.plan,
+            plan=plan,
             arch=support.name,
-            dtype=dtype,
-            needs=None if dtype == "fp32" else ("wgmma" if is_wide else "mma"),
+            dtype=work.dtype,
+            needs=work.matrix_instruction(plan),
             bytes_moved=work.expand_bytes(NUM_OUTPUTS, split_k),
             flops=work.expand_flops(NUM_OUTPUTS),
             shape=work.shape,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
-from loraplex_kernels.lora_aot import NUM_INPUTS, NUM_OUTPUTS, RANK, WIDTHS, work_of
+from loraplex_kernels.lora_aot import NUM_OUTPUTS, works
 from loraplex_kernels.lora_expand import (
     EXPAND_ALIGNED,
     check_expand,
@@ -223,44 +223,45 @@ def _check_route(route: LoraRoute) -> None:
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry of both kernels in bf16; the `invariant` column does not use them."""
-    if table.column == "invariant":
-        return
-    for entry in table.entries(SHRINK):
-        work = work_of(table, entry.when, is_grouped=False)
-        yield AotCase(
-            kernel=SHRINK,
-            fn=_lora_rows_shrink,
-            signature=shrink_signature(work.dtype),
-            constexprs={"UNIT": UNIT_BYTES // dtype_size(work.dtype), **entry.plan.config},
-            divisible_by_16=SHRINK_ALIGNED,
-            plan=entry.plan,
-            arch=support.name,
-            dtype=work.dtype,
-            needs=None,
-            bytes_moved=work.shrink_bytes(entry.plan.config["SPLIT_K"]),
-            flops=work.shrink_flops(),
-            shape=work.shape,
-        )
-    shrink = table.choose(SHRINK, phase="decode", tokens=1, rank=len(WIDTHS) * RANK, k=NUM_INPUTS)
-    for entry in table.entries(EXPAND):
-        work = work_of(table, entry.when, is_grouped=False)
-        split_k = shrink.config["SPLIT_K"]
-        yield AotCase(
-            kernel=EXPAND,
-            fn=_lora_rows_expand,
-            signature=expand_signature(work.dtype),
-            constexprs={
-                "SPLIT_K": split_k,
-                "UNIT": UNIT_BYTES // dtype_size(work.dtype),
-                **entry.plan.config,
-            },
-            divisible_by_16=EXPAND_ALIGNED,
-            plan=entry.plan,
-            arch=support.name,
-            dtype=work.dtype,
-            needs=None,
-            bytes_moved=work.expand_bytes(NUM_OUTPUTS, split_k),
-            flops=work.expand_flops(NUM_OUTPUTS),
-            shape=work.shape,
-        )
+    """Every entry of both kernels in bf16; the `invariant` column leads to none of them."""
+    seen = set()
+    for work in works(table, ("bf16",), is_grouped=False):
+        unit = UNIT_BYTES // dtype_size(work.dtype)
+        shrinks = [entry.plan for entry in table.entries(SHRINK)]
+        expand = work.choose(table, EXPAND)
+        for plan in shrinks:
+            if plan.label in seen:
+                continue
+            seen.add(plan.label)
+            yield AotCase(
+                kernel=SHRINK,
+                fn=_lora_rows_shrink,
+                signature=shrink_signature(work.dtype),
+                constexprs={"UNIT": unit, **plan.config},
+                divisible_by_16=SHRINK_ALIGNED,
+                plan=plan,
+                arch=support.name,
+                dtype=work.dtype,
+                needs=None,
+                bytes_moved=work.shrink_bytes(plan.config["SPLIT_K"]),
+                flops=work.shrink_flops(),
+                shape=work.shape,
+            )
+        for split_k in sorted({plan.config["SPLIT_K"] for plan in shrinks}):
+            if (expand.label, split_k) in seen:
+                continue
+            seen.add((expand.label, split_k))
+            yield AotCase(
+                kernel=EXPAND,
+                fn=_lora_rows_expand,
+                signature=expand_signature(work.dtype),
+                constexprs={"SPLIT_K": split_k, "UNIT": unit, **expand.config},
+                divisible_by_16=EXPAND_ALIGNED,
+                plan=expand,
+                arch=support.name,
+                dtype=work.dtype,
+                needs=None,
+                bytes_moved=work.expand_bytes(NUM_OUTPUTS, split_k),
+                flops=work.expand_flops(NUM_OUTPUTS),
+                shape=work.shape,
+            )

@@ -20,7 +20,7 @@ from loraplex_kernels.lora_aot import (
     ROUTE_ALIGNED,
     ROUTE_SIGNATURE,
     pointer_to,
-    work_of,
+    works,
 )
 from loraplex_kernels.lora_route import LoraRoute
 from loraplex_kernels.lora_slots import UNIT_BYTES, LoraSlots, site_header, slot_weights
@@ -186,10 +186,13 @@ SHRINK_ALIGNED = (
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry, in bf16 or the dtype that it is made for."""
-    for entry in table.entries(KERNEL):
-        work = work_of(table, entry.when, is_grouped=True)
-        is_wide = work.block_rows >= 64 and entry.plan.num_warps % 4 == 0
+    """Every launch that the plans lead to, in bf16 and, at the longest steps, fp32."""
+    seen = set()
+    for work in works(table, ("bf16", "fp32"), is_grouped=True):
+        plan = work.choose(table, KERNEL)
+        if (plan.label, work.block_rows) in seen:
+            continue
+        seen.add((plan.label, work.block_rows))
         yield AotCase(
             kernel=KERNEL,
             fn=_lora_shrink,
@@ -197,14 +200,14 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
             constexprs={
                 "BLOCK_M": work.block_rows,
                 "UNIT": UNIT_BYTES // dtype_size(work.dtype),
-                **entry.plan.config,
+                **plan.config,
             },
             divisible_by_16=SHRINK_ALIGNED,
-            plan=entry.plan,
+            plan=plan,
             arch=support.name,
             dtype=work.dtype,
-            needs=None if work.dtype == "fp32" else ("wgmma" if is_wide else "mma"),
-            bytes_moved=work.shrink_bytes(entry.plan.config["SPLIT_K"]),
+            needs=work.matrix_instruction(plan),
+            bytes_moved=work.shrink_bytes(plan.config["SPLIT_K"]),
             flops=work.shrink_flops(),
             shape=work.shape,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +105,22 @@ def test_blocks_are_what_the_kernels_take(arch: str, column: str) -> None:
     for entry in table.entries("lora_route"):
         rows = entry.plan.config["BLOCK_M"]
         assert rows == 1 or (rows >= 16 and rows & (rows - 1) == 0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_plan_is_dead_and_each_is_built_ahead_of_time(arch: str) -> None:
+    """With the blocks and planes that steps take it with; an entry that no step leads to has no build."""
+    table, support = open_plans(arch, "fast"), ARCHITECTURES[arch]
+    built: dict[str, set[str]] = {}
+    for module in ("lora_shrink", "lora_expand", "lora_rows", "lora_embed"):
+        for case in importlib.import_module(f"loraplex_kernels.{module}").aot_cases(table, support):
+            built.setdefault(case.kernel, set()).add(case.plan.label)
+
+    assert set(built) == {*_KERNELS, "lora_embed"}
+    for kernel, labels in built.items():
+        assert labels == {entry.plan.label for entry in table.entries(kernel)}, kernel
+    in_rows = importlib.import_module("loraplex_kernels.lora_rows")
+    assert not list(in_rows.aot_cases(open_plans(arch, "invariant"), support))
+
+
+_KERNELS = ("lora_shrink", "lora_expand", "lora_rows_shrink", "lora_rows_expand")
