@@ -7,15 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from loraplex_engine import step_loop
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.build import AssembledEngine, assemble_engine
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.convert import cache_dir
 from loraplex_engine.errors import ConfigError
-from loraplex_engine.lora.pool import WANTED_GRACE_S
 from loraplex_engine.metrics import EngineMetrics
 from loraplex_engine.protocol import Generate, SamplingParams
 from loraplex_engine.server_cli import read_options
@@ -23,8 +20,6 @@ from loraplex_engine.step_loop import Failed, Output, StepLoop, StepOutput
 from prometheus_client import generate_latest
 
 from tests.support.adapter_files import (
-    ALL_LINEARS,
-    SMOLLM2_SHAPE,
     make_adapter,
     native_cache_dir,
 )
@@ -239,71 +234,3 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], word: str)
     }
     with pytest.raises(ConfigError, match=word):
         EngineConfig(**settings | changes)
-
-
-# --------------------------------------------------------------------------- loading beside steps
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.timeout(900)
-def test_loading_delays_no_step_by_more_than_a_step(
-    tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    """The largest adapters (rank 64, all linears, SmolLM2), one load after another beside four rows."""
-    model_dir = cache_dir() / "models" / "smollm2-135m"
-    if not (model_dir / "config.json").is_file():
-        pytest.skip("no SmolLM2-135M: run `loraplex models pull smollm2-135m`")
-    store = AdapterStore(f"file://{tmp_path}/store")
-    digests = []
-    for seed in range(3):
-        folder = tmp_path / str(seed)
-        artifact = make_adapter(folder, SMOLLM2_SHAPE, rank=64, linears=ALL_LINEARS, seed=seed)
-        store.put(folder, artifact.digest)
-        digests.append(artifact.digest)
-    engine = assemble_engine(
-        EngineConfig(
-            model_dir=model_dir,
-            base_model="smollm2-135m",
-            store_url=store.url,
-            max_loras=1,
-            max_cpu_loras=1,
-            num_threads=1,  # the other core is the loader's
-            speculative="off",
-        ),
-        cache=native_cache_dir(pytestconfig),
-    )
-    assert engine.lora is not None
-    pool = engine.lora.pool
-    clock_s = [time.monotonic()]
-    pool._clock = lambda: clock_s[0]  # what was loaded is not waited for: the next may push it out
-
-    def step_times(*, is_loading: bool) -> np.ndarray:
-        for row in range(4):
-            engine.core.add(make_request(f"{time.monotonic()}-{row}", None, num_tokens=80))
-        times, index = [], 0
-        while engine.core.has_work():
-            if is_loading and not engine.stats().adapters_loading:
-                clock_s[0] += 2 * WANTED_GRACE_S
-                pool.prefetch(digests[index % 3])
-                index += 1
-            started = time.perf_counter()
-            engine.core.step()
-            times.append(time.perf_counter() - started)
-        return np.array(times[2:])
-
-    try:
-        step_times(is_loading=False)
-        quiet = step_times(is_loading=False)
-        loads = pool.stats().loads_total
-        busy = step_times(is_loading=True)
-        num_loads = pool.stats().loads_total - loads
-    finally:
-        engine.close()
-    print(
-        f"{num_loads} loads; step p50 / p95 / max ms: quiet "
-        f"{[round(1e3 * float(x), 1) for x in (*np.percentile(quiet, [50, 95]), quiet.max())]}, "
-        f"loading {[round(1e3 * float(x), 1) for x in (*np.percentile(busy, [50, 95]), busy.max())]}"
-    )
-    assert num_loads >= 3
-    assert np.percentile(busy, 95) - np.percentile(quiet, 50) <= np.percentile(quiet, 95)

@@ -761,4 +761,6 @@ class LongEngineMachine(EngineMachine):
 LongEngineMachine.TestCase.settings = settings(
     EngineMachine.TestCase.settings, max_examples=1_000, stateful_step_count=50
 )
-test_many_sequences_of_calls = pytest.mark.slow(LongEngineMachine.TestCase)
+test_many_sequences_of_calls = pytest.mark.slow(
+    pytest.mark.timeout(3_600)(LongEngineMachine.TestCase)
+)

@@ -505,4 +505,6 @@ class LongCacheMachine(CacheMachine):
 LongCacheMachine.TestCase.settings = settings(
     CacheMachine.TestCase.settings, max_examples=500, stateful_step_count=80
 )
-test_the_cache_agrees_with_a_naive_model_for_long = pytest.mark.slow(LongCacheMachine.TestCase)
+test_the_cache_agrees_with_a_naive_model_for_long = pytest.mark.slow(
+    pytest.mark.timeout(3_600)(LongCacheMachine.TestCase)
+)

@@ -587,7 +587,9 @@ class LongSharingMachine(SharingMachine):
 LongSharingMachine.TestCase.settings = settings(
     SharingMachine.TestCase.settings, max_examples=500, stateful_step_count=50
 )
-test_many_sequences_of_calls_with_sharing = pytest.mark.slow(LongSharingMachine.TestCase)
+test_many_sequences_of_calls_with_sharing = pytest.mark.slow(
+    pytest.mark.timeout(3_600)(LongSharingMachine.TestCase)
+)
 
 
 def test_digest_and_salt_of_the_same_text_do_not_meet() -> None:

@@ -255,4 +255,6 @@ class LongSchedulingMachine(SchedulingMachine):
 LongSchedulingMachine.TestCase.settings = settings(
     SchedulingMachine.TestCase.settings, max_examples=1_500, stateful_step_count=50
 )
-test_many_sequences_of_calls = pytest.mark.slow(LongSchedulingMachine.TestCase)
+test_many_sequences_of_calls = pytest.mark.slow(
+    pytest.mark.timeout(3_600)(LongSchedulingMachine.TestCase)
+)
