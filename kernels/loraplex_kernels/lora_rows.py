@@ -224,15 +224,15 @@ def _check_route(route: LoraRoute) -> None:
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     """Every entry of both kernels in bf16; the `invariant` column leads to none of them."""
-    seen = set()
+    seen: set[tuple[str, int]] = set()
     for work in works(table, ("bf16",), is_grouped=False):
         unit = UNIT_BYTES // dtype_size(work.dtype)
         shrinks = [entry.plan for entry in table.entries(SHRINK)]
         expand = work.choose(table, EXPAND)
         for plan in shrinks:
-            if plan.label in seen:
+            if (plan.label, 0) in seen:
                 continue
-            seen.add(plan.label)
+            seen.add((plan.label, 0))
             yield AotCase(
                 kernel=SHRINK,
                 fn=_lora_rows_shrink,
