@@ -36,8 +36,8 @@ class Lora:
     backend: LoraBackend
     name: str
     pack: Callable[[AdapterTensors, ModelShape], Any]
-    # Another one, over other slots and so many of them, with nothing in common with `backend`.
-    open_backend: Callable[[SlotWeights[Any], int], LoraBackend]
+    # Another one, over other slots, so many of them, of a model of this shape; nothing is shared with `backend`.
+    open_backend: Callable[[SlotWeights[Any], int, ModelShape], LoraBackend]
     max_rank: int
     device_bytes: int = 0  # what `backend` takes of a GPU's memory
 
@@ -81,7 +81,7 @@ def open_lora(
         NativeBuildError: the native kernel was asked for and does not compile here.
         ValueError: the URL or a size is wrong, or the backend does not go with the device.
     """
-    parts = _open_parts(backend, on_device, shape, cache_dir, max_lora_rank)
+    parts = _open_parts(backend, on_device, cache_dir, max_lora_rank)
     store = AdapterStore(store_url)
     pool: LoraPool[Any] = LoraPool(
         store=store,
@@ -99,13 +99,13 @@ def open_lora(
         # Of a remote store, one adapter may download while another one is checked and packed.
         num_loaders=1 if store.is_local else 2,
     )
-    opened = parts.open_backend(pool, max_loras, on_device.staging if on_device else None)
+    opened = parts.open_backend(pool, max_loras, shape, on_device.staging if on_device else None)
     return Lora(
         pool,
         opened,
         parts.name,
         parts.pack,
-        lambda slots, num_slots: parts.open_backend(slots, num_slots, None),
+        lambda slots, num_slots, shape: parts.open_backend(slots, num_slots, shape, None),
         max_lora_rank,
         opened.device_bytes if isinstance(opened, CapturableLora) else 0,
     )
@@ -117,14 +117,13 @@ class _Parts:
 
     name: str
     pack: Callable[[AdapterTensors, ModelShape], Any]
-    # (slots, their number, staging to share)
-    open_backend: Callable[[SlotWeights[Any], int, Staging | None], LoraBackend]
+    # (slots, their number, the model's shape, staging to share)
+    open_backend: Callable[[SlotWeights[Any], int, ModelShape, Staging | None], LoraBackend]
 
 
 def _open_parts(
     backend: BackendName,
     on_device: LoraDevice | None,
-    shape: ModelShape,
     cache_dir: Path,
     max_rank: int,
 ) -> _Parts:
@@ -136,18 +135,20 @@ def _open_parts(
     if backend == "triton":
         if on_device is None:
             raise ValueError("backend triton needs a device: give on_device")
-        return _triton_parts(on_device, shape, max_rank)
+        return _triton_parts(on_device, max_rank)
     kernel = (
         None if backend == "torch" else _load_kernel(cache_dir, is_required=backend == "native")
     )
     if kernel is None:
-        return _Parts(TorchLora.name, pack_torch, lambda slots, _, __: TorchLora(slots, shape))
+        return _Parts(
+            TorchLora.name, pack_torch, lambda slots, _, shape, __: TorchLora(slots, shape)
+        )
     return _Parts(
-        NativeLora.name, pack_native, lambda slots, _, __: NativeLora(slots, shape, kernel)
+        NativeLora.name, pack_native, lambda slots, _, shape, __: NativeLora(slots, shape, kernel)
     )
 
 
-def _triton_parts(on_device: LoraDevice, shape: ModelShape, max_rank: int) -> _Parts:
+def _triton_parts(on_device: LoraDevice, max_rank: int) -> _Parts:
     # Not at the top: an engine on a CPU needs no Triton.
     from loraplex_engine.lora.device_slots import DeviceAdapter, pack_device
     from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
@@ -158,7 +159,7 @@ def _triton_parts(on_device: LoraDevice, shape: ModelShape, max_rank: int) -> _P
         return pack_device(artifact, shape, dtype=on_device.dtype, pin=is_gpu)
 
     def open_backend(
-        slots: SlotWeights[Any], num_slots: int, staging: Staging | None
+        slots: SlotWeights[Any], num_slots: int, shape: ModelShape, staging: Staging | None
     ) -> LoraBackend:
         sizes = TritonLoraSizes(
             num_slots=num_slots,

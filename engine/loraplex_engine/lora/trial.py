@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from loraplex_engine.artifact import (
@@ -55,6 +56,8 @@ class _Slots:
 
 def make_trial(lora: Lora, shape: ModelShape) -> LoraTrial:
     """A second backend like `lora.backend`, with adapters on all of the first layer, embedding and head."""
+    # One layer: as many numbers as are tried, and a GPU's memory is given away by now.
+    shape = msgspec.structs.replace(shape, num_layers=1)
     layouts = site_layouts(shape)
     rng = np.random.default_rng(0)
     weights = [
@@ -62,7 +65,7 @@ def make_trial(lora: Lora, shape: ModelShape) -> LoraTrial:
         for rank, dtype in _ADAPTERS
     ]
     return LoraTrial(
-        lora.open_backend(_Slots(weights), len(weights)),
+        lora.open_backend(_Slots(weights), len(weights), shape),
         layouts,
         len(weights),
         hidden_size=shape.hidden_size,
