@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,11 +27,12 @@ class PartSpec:
 
     name: str
     limit_s: float
+    is_timed: bool = True  # it must have the machine to itself
 
 
 PARTS = (
-    PartSpec("numerics", 80),
-    PartSpec("parity", 80),
+    PartSpec("numerics", 90, is_timed=False),
+    PartSpec("parity", 90, is_timed=False),
     PartSpec("bandwidth", 45),
     PartSpec("decode", 110),
     PartSpec("prefill", 45),
@@ -117,15 +119,15 @@ def run_parts(
     *,
     total_s: float = _TOTAL_S,
 ) -> list[Outcome]:
-    """Run the parts one after the other, each within its limit and all within `total_s`.
+    """Run the parts, timed ones one after the other, each within its limit and all within `total_s`.
 
     Args:
         command: (part, file for its figures) -> what to start.
     """
-    outcomes = []
     deadline = time.monotonic() + total_s
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for spec in specs:
+
+        def run(spec: PartSpec) -> Outcome:
             path = Path(folder) / f"{spec.name}.jsonl"
             limit = min(spec.limit_s, deadline - time.monotonic())
             started = time.monotonic()
@@ -133,10 +135,13 @@ def run_parts(
             if limit > 0:
                 sys.stderr.write(f"{spec.name} ...\n")
                 problem = _run(command(spec, path), limit)
-            outcomes.append(
-                Outcome(spec.name, time.monotonic() - started, problem, read_figures(path))
-            )
-    return outcomes
+            return Outcome(spec.name, time.monotonic() - started, problem, read_figures(path))
+
+        # Compiling is most of what untimed parts do, and it takes the host's cores.
+        untimed = [spec for spec in specs if not spec.is_timed]
+        with ThreadPoolExecutor(max(1, len(untimed))) as side_by_side:
+            outcomes = list(side_by_side.map(run, untimed))
+        return outcomes + [run(spec) for spec in specs if spec.is_timed]
 
 
 def _run(command: list[str], limit_s: float) -> str:

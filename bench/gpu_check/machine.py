@@ -127,7 +127,6 @@ class RehearsalMachine:
 
 class _Rerun:
     def capture(self, run: Callable[[], None]) -> Captured:
-        run()
         return _Again(run)
 
 

@@ -17,7 +17,7 @@ from loraplex_kernels.head_norm import head_norm
 from loraplex_kernels.kv_blocks import copy_blocks, gather_blocks, scatter_blocks
 from loraplex_kernels.paged_decode import Splitting, paged_decode
 from loraplex_kernels.paged_prefill import paged_prefill, queries_per_task
-from loraplex_kernels.plans import COLUMNS, Phase, Plan, PlanTable, open_plans
+from loraplex_kernels.plans import Column, Phase, Plan, PlanTable, open_plans
 from loraplex_kernels.rms_norm import rms_norm
 from loraplex_kernels.rope_kv import rope_kv
 from loraplex_kernels.sample import sample
@@ -31,23 +31,27 @@ from bench.gpu_check.machine import Machine
 from bench.gpu_check.sizes import Sizes, model_config, shape_of
 
 # Of the largest number of the reference; a few units in the last place.
-_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+# What an engine runs; compiling more than this would take longer than the part may.
+_CASES: tuple[tuple[Column, torch.dtype], ...] = (
+    ("fast", torch.bfloat16),
+    ("fast", torch.float32),
+    ("invariant", torch.bfloat16),
+)
 
 
 def run(machine: Machine, sizes: Sizes, record: Recorder) -> None:
     """Worst error of each kernel over dtypes, columns and sizes, relative to the largest number there."""
     worst: dict[str, float] = {}
-    dtypes = _DTYPES[:1] if machine.is_rehearsal else _DTYPES
-    for column in COLUMNS[:1] if machine.is_rehearsal else COLUMNS:
+    for column, dtype in _CASES[:1] if machine.is_rehearsal else _CASES:
         plans = open_plans(machine.support.name, column)
-        for dtype in dtypes:
-            for width in sizes.widths:
-                for name, got, expected in _Checks(machine, plans, dtype, width).all():
-                    error = _relative(got, expected) / _TOLERANCES[dtype]
-                    worst[name] = max(worst.get(name, 0.0), error)
+        for width in sizes.widths:
+            for name, got, expected in _Checks(machine, plans, dtype, width).all():
+                error = _relative(got, expected) / _TOLERANCES[dtype]
+                worst[name] = max(worst.get(name, 0.0), error)
     for name, error in worst.items():
         record.add(name, error, "of tolerance", at_most=1.0)
+    plans = open_plans(machine.support.name, "fast")
     for name, (num_different, count) in _sampling(machine, plans).items():
         record.add(name, num_different, f"of {count} tokens", at_most=0)
 
@@ -89,12 +93,10 @@ class _Checks:
         width, rows = self._width, self._rows
         x, weight, residual = self._draw(rows, width), self._draw(width), self._draw(rows, width)
         plan = self._plan("rms_norm", "decode", k=width)
-        added = residual.clone()
-        yield (
-            "rms_norm",
-            rms_norm(x, weight, 1e-5, plan, residual_TH=added),
-            reference.rms_norm((residual.double() + x.double()).to(self._dtype), weight, 1e-5),
-        )
+        added, total = residual.clone(), (residual.double() + x.double()).to(self._dtype)
+        normed = rms_norm(x, weight, 1e-5, plan, residual_TH=added)
+        yield "rms_norm", normed, reference.rms_norm(total, weight, 1e-5)
+        yield "rms_norm residual", added, total
         gate_up = self._draw(rows, 2 * width)
         for activation in ("silu", "gelu_tanh"):
             yield (
@@ -261,7 +263,7 @@ class _Checks:
 
 def _sampling(machine: Machine, plans: PlanTable) -> dict[str, tuple[int, int]]:
     """Tokens that differ from the host's: kind -> (how many, of how many)."""
-    count, vocab = (6, 67) if machine.is_rehearsal else (512, 128_256)
+    count, vocab = (2, 67) if machine.is_rehearsal else (512, 128_256)
     kinds = {
         "sample greedy": SamplingParams(max_tokens=1, temperature=0.0),
         "sample temperature": SamplingParams(max_tokens=1, temperature=0.8, seed=2**63 + 3),

@@ -55,7 +55,7 @@ LLAMA_8B = model_config(
     vocab=128_256, hidden=4096, inner=14_336, layers=32, heads=32, kv_heads=8, head_dim=128
 )
 _SMALLEST = model_config(
-    vocab=67, hidden=32, inner=48, layers=1, heads=4, kv_heads=2, head_dim=16, max_position=256
+    vocab=37, hidden=32, inner=48, layers=1, heads=2, kv_heads=1, head_dim=16, max_position=256
 )
 
 
@@ -77,8 +77,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 class Sizes:
     """Of one run of the script."""
 
-    parity_models: dict[str, ModelConfig]
-    parity_dtypes: tuple[torch.dtype, ...]
+    parity_models: dict[str, tuple[ModelConfig, torch.dtype]]
     parity_steps: int
     speed_model: ModelConfig
     speed_dtype: torch.dtype
@@ -99,8 +98,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    parity_models={"tiny": TINY, "SmolLM2-shaped": SMOLLM2},
-    parity_dtypes=(torch.float32, torch.bfloat16),
+    parity_models={"tiny": (TINY, torch.float32), "SmolLM2-shaped": (SMOLLM2, torch.bfloat16)},
     parity_steps=12,
     speed_model=LLAMA_8B,
     speed_dtype=torch.bfloat16,
@@ -120,9 +118,8 @@ FULL = Sizes(
     widths=(576, 4096),
 )
 REHEARSAL = Sizes(
-    parity_models={"tiny": _SMALLEST},
-    parity_dtypes=(torch.float32,),
-    parity_steps=2,
+    parity_models={"tiny": (_SMALLEST, torch.float32)},
+    parity_steps=1,
     speed_model=_SMALLEST,
     speed_dtype=torch.bfloat16,
     contexts={1: 6, 2: 6},
