@@ -1,6 +1,6 @@
 """Rotary embedding of a step's queries and keys, and keys and values into the paged cache, in one launch.
 
-A program takes one token and HEADS of its heads: queries are rotated in place; keys are rotated on their way into
+A program takes TOKENS tokens and HEADS of their heads: queries are rotated in place; keys are rotated on their way into
 the cache and left as they are in the projection; values are copied. Roundings are those of `RotaryTable` and
 transformers: both products in the model's dtype, then their sum.
 Quantized caches: symmetric, one fp32 scale for every (slot, head): amax / 127 in int8, amax / 448 in fp8 (e4m3). A
@@ -26,7 +26,7 @@ KERNEL = "rope_kv"
 
 
 @triton.jit
-def _store_head(
+def _store_heads(
     low,
     high,
     kv_ptr,
@@ -39,7 +39,7 @@ def _store_head(
     LARGEST: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
-    """Heads (HEADS, half of D) twice, in the model's dtype, to cache rows (HEADS,); LARGEST 0: not quantized."""
+    """Heads (N, half of D) twice, in the model's dtype, to cache rows (N,); LARGEST 0: not quantized."""
     at = kv_ptr + cache_row[:, None] * (2 * HALF_DIM) + half[None, :]
     if LARGEST == 0:
         tl.store(at, low, mask=mask)
@@ -64,7 +64,8 @@ def _store_head(
         tl.store(scale_ptr + cache_row, step, mask=is_head)
 
 
-@triton.jit
+# A step's row count gets no variant of the kernel of its own.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rope_kv(
     qkv_ptr,
     cos_ptr,
@@ -74,84 +75,68 @@ def _rope_kv(
     scale_ptr,
     qkv_stride,
     plane_rows,
+    num_rows,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF_DIM: tl.constexpr,
     PAD_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     LARGEST: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slot_ptr + token)
-    if slot >= 0:
-        # Parts: the query heads, then the key heads, then the value heads; none has heads of two kinds.
-        q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-        kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-        is_query = part < q_parts
-        is_value = part >= q_parts + kv_parts
-        kind_part = part - tl.where(is_value, q_parts + kv_parts, tl.where(is_query, 0, q_parts))
-        head = kind_part * HEADS + tl.arange(0, HEADS)
-        is_head = head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
-        before = tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, tl.where(is_query, 0, NUM_HEADS))
-        half = tl.arange(0, PAD_HALF)
-        is_in_half = half < HALF_DIM
-        mask = is_head[:, None] & is_in_half[None, :]
-        at = (
-            qkv_ptr + token * qkv_stride + (before + head)[:, None] * (2 * HALF_DIM) + half[None, :]
+    line = tl.arange(0, TOKENS * HEADS)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + line // HEADS
+    slot = tl.load(slot_ptr + token, mask=token < num_rows, other=-1)
+    # Parts: the query heads, then the key heads, then the value heads; none has heads of two kinds.
+    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    is_query = part < q_parts
+    is_value = part >= q_parts + kv_parts
+    kind_part = part - tl.where(is_value, q_parts + kv_parts, tl.where(is_query, 0, q_parts))
+    head = kind_part * HEADS + line % HEADS
+    is_head = (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)) & (slot >= 0)
+    before = tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, tl.where(is_query, 0, NUM_HEADS))
+    half = tl.arange(0, PAD_HALF)
+    mask = is_head[:, None] & (half < HALF_DIM)[None, :]
+    at = qkv_ptr + (token * qkv_stride + (before + head) * (2 * HALF_DIM))[:, None] + half[None, :]
+    low = tl.load(at, mask=mask, other=0.0)
+    high = tl.load(at + HALF_DIM, mask=mask, other=0.0)
+    cache_row = ((slot // BLOCK_SIZE).to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE
+    cache_row += slot % BLOCK_SIZE
+    if is_value:
+        cache_row += plane_rows
+    else:
+        dtype = qkv_ptr.dtype.element_ty
+        # The halves of a table are alike, but for the sign of sin: the upper ones are read.
+        table_at = token[:, None] * (2 * HALF_DIM) + HALF_DIM + half[None, :]
+        cos = tl.load(cos_ptr + table_at, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table_at, mask=mask, other=0.0).to(tl.float32)
+        x = low.to(tl.float32)
+        y = high.to(tl.float32)
+        low = (x * cos).to(dtype).to(tl.float32)
+        low = (low - (y * sin).to(dtype).to(tl.float32)).to(dtype)
+        high = (y * cos).to(dtype).to(tl.float32)
+        high = (high + (x * sin).to(dtype).to(tl.float32)).to(dtype)
+    if is_query:
+        tl.store(at, low, mask=mask)
+        tl.store(at + HALF_DIM, high, mask=mask)
+    else:
+        _store_heads(
+            low,
+            high,
+            kv_ptr,
+            scale_ptr,
+            cache_row,
+            half,
+            is_head,
+            mask,
+            HALF_DIM,
+            LARGEST,
+            IS_INTEGER,
         )
-        low = tl.load(at, mask=mask, other=0.0)
-        high = tl.load(at + HALF_DIM, mask=mask, other=0.0)
-        cache_row = (
-            (slot // BLOCK_SIZE).to(tl.int64) * NUM_KV_HEADS + head
-        ) * BLOCK_SIZE + slot % BLOCK_SIZE
-        if is_value:
-            _store_head(
-                low,
-                high,
-                kv_ptr,
-                scale_ptr,
-                cache_row + plane_rows,
-                half,
-                is_head,
-                mask,
-                HALF_DIM,
-                LARGEST,
-                IS_INTEGER,
-            )
-        else:
-            dtype = qkv_ptr.dtype.element_ty
-            table_at = token * (2 * HALF_DIM) + half
-            cos_low = tl.load(cos_ptr + table_at, mask=is_in_half, other=0.0).to(tl.float32)
-            sin_low = tl.load(sin_ptr + table_at, mask=is_in_half, other=0.0).to(tl.float32)
-            table_at += HALF_DIM
-            cos_high = tl.load(cos_ptr + table_at, mask=is_in_half, other=0.0).to(tl.float32)
-            sin_high = tl.load(sin_ptr + table_at, mask=is_in_half, other=0.0).to(tl.float32)
-            x = low.to(tl.float32)
-            y = high.to(tl.float32)
-            low = (x * cos_low[None, :]).to(dtype).to(tl.float32)
-            low = (low + (y * sin_low[None, :]).to(dtype).to(tl.float32)).to(dtype)
-            high = (y * cos_high[None, :]).to(dtype).to(tl.float32)
-            high = (high + (x * sin_high[None, :]).to(dtype).to(tl.float32)).to(dtype)
-            if is_query:
-                tl.store(at, low, mask=mask)
-                tl.store(at + HALF_DIM, high, mask=mask)
-            else:
-                _store_head(
-                    low,
-                    high,
-                    kv_ptr,
-                    scale_ptr,
-                    cache_row,
-                    half,
-                    is_head,
-                    mask,
-                    HALF_DIM,
-                    LARGEST,
-                    IS_INTEGER,
-                )
 
 
 def rope_kv(
@@ -171,7 +156,8 @@ def rope_kv(
     Args:
         qkv_TC: (T, C) bf16, fp16 or fp32, rows contiguous: query heads, key heads, value heads. Only the
             queries are changed.
-        cos_TD, sin_TD: (T, D) or (T, 1, D) contiguous, dtype of qkv; sin with the sign of the rotated half.
+        cos_TD, sin_TD: (T, D) or (T, 1, D) contiguous, dtype of qkv; of
+            `RotaryTable.gather`: both halves of cos alike, those of sin of opposite sign, the lower negated.
         slot_T: (T,) int32: block * block_size + place in the block; -1: the row is left alone. No slot twice.
         kv: (2, blocks, G, block_size, D), dtype of qkv, int8 or float8_e4m3fn, contiguous.
         scale: (2, blocks, G, block_size) fp32 for int8 and fp8.
@@ -213,7 +199,7 @@ def rope_kv(
     parts = triton.cdiv(num_heads, constants["HEADS"]) + 2 * triton.cdiv(
         num_kv_heads, constants["HEADS"]
     )
-    _rope_kv[(num_rows, parts)](
+    _rope_kv[(triton.cdiv(num_rows, constants["TOKENS"]), parts)](
         qkv_TC,
         cos_TD,
         sin_TD,
@@ -222,6 +208,7 @@ def rope_kv(
         kv if scale is None else scale,
         qkv_TC.stride(0),
         num_blocks * num_kv_heads * block_size,
+        num_rows,
         **constants,
         **_options(plan),
     )
@@ -243,6 +230,7 @@ def _constants(
         "HALF_DIM": head_dim // 2,
         "PAD_HALF": triton.next_power_of_2(head_dim // 2),
         "BLOCK_SIZE": block_size,
+        "TOKENS": plan.config["TOKENS"],
         "HEADS": plan.config["HEADS"],
         "LARGEST": largest,
         "IS_INTEGER": largest == 127,
@@ -284,6 +272,7 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
                     "scale_ptr": "*fp32" if scale_bytes else kv_pointer,
                     "qkv_stride": "i32",
                     "plane_rows": "i32",
+                    "num_rows": "i32",
                 },
                 constexprs=_constants(
                     entry.plan,

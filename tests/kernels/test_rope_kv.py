@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.kernel_inputs import DTYPES, normal
 
-PLAN = Plan({"HEADS": 4}, 1, 1, "test")
+PLAN = Plan({"TOKENS": 4, "HEADS": 4}, 1, 1, "test")
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
 
 
