@@ -23,7 +23,6 @@ from loraplex_engine.lora.sites import SITES, site_layouts
 from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
 from loraplex_engine.lora.weights import pack_native, pack_torch
 from loraplex_kernels.cpu.lora import LoraKernel
-from loraplex_kernels.plans import open_plans
 from loraplex_kernels.reference import lora_embed_shrink, lora_expand, lora_shrink
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from tests.support.adapter_files import (
     make_adapter,
     native_cache_dir,
 )
+from tests.support.lora_inputs import FEW_PROGRAMS
 
 # Sizes that no vector width divides.
 ODD_SHAPE = ModelShape(
@@ -82,7 +82,7 @@ def _open(name: str, request: pytest.FixtureRequest) -> BackendFactory:
 def open_triton(
     artifacts: list[AdapterArtifact], shape: ModelShape, dtype: torch.dtype
 ) -> TritonLora:
-    """Interpreted, with the plans that promise what the CPU backends do."""
+    """Interpreted, with plans that promise what the CPU backends do."""
     packed = [pack_device(a, shape, dtype=dtype, pin=False) for a in artifacts]
     return TritonLora(
         Slots(packed),
@@ -90,7 +90,7 @@ def open_triton(
         TritonLoraSizes(len(packed), max_rank=16, max_tokens=130, max_decode_tokens=8),
         dtype=dtype,
         device=torch.device("cpu"),
-        plans=open_plans("sm_90", "invariant"),
+        plans=FEW_PROGRAMS,
     )
 
 

@@ -20,10 +20,11 @@ from loraplex_engine.lora.setup import LoraDevice, open_lora
 from loraplex_engine.lora.sites import SITES, site_layouts
 from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
 from loraplex_engine.lora.weights import pack_torch
-from loraplex_kernels.plans import Column, open_plans
+from loraplex_kernels.plans import Column, PlanTable, open_plans
 from torch import Tensor
 
 from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter
+from tests.support.lora_inputs import FEW_PROGRAMS
 from tests.support.recorded_graph import RecordingBackend
 
 SHAPE = ModelShape(
@@ -67,7 +68,7 @@ def pack(artifact: AdapterArtifact, dtype: torch.dtype = torch.float32) -> Devic
 def open_backend(
     slots: Slots,
     *,
-    column: Column = "fast",
+    plans: PlanTable = FEW_PROGRAMS,
     dtype: torch.dtype = torch.float32,
     staging: Staging | None = None,
 ) -> TritonLora:
@@ -79,7 +80,7 @@ def open_backend(
         ),
         dtype=dtype,
         device=CPU,
-        plans=open_plans("sm_90", column),
+        plans=plans,
         staging=staging,
     )
 
@@ -198,7 +199,7 @@ def test_weights_beyond_float16_are_refused_with_a_remedy(tmp_path: Path) -> Non
 def test_every_plan_gives_the_deltas_of_the_torch_backend(
     artifacts: list[AdapterArtifact], column: Column, rows: list[int]
 ) -> None:
-    backend = open_backend(Slots([pack(a) for a in artifacts]), column=column)
+    backend = open_backend(Slots([pack(a) for a in artifacts]), plans=open_plans("sm_90", column))
     torch_slots = Slots([pack_torch(a, SHAPE) for a in artifacts])  # type: ignore[misc]
     oracle = TorchLora(torch_slots, SHAPE)  # type: ignore[arg-type]
     step = Step(len(rows))
@@ -219,9 +220,9 @@ def test_the_heads_batch_leaves_that_of_the_step_as_it_is(
     """Both are prepared before either is used, and go up in one copy."""
     staging = Staging(CPU)
     slots = Slots([pack(a) for a in artifacts])
-    backend = open_backend(slots, column="invariant", staging=staging)
+    backend = open_backend(slots, staging=staging)
     staging.seal()
-    alone = open_backend(slots, column="invariant")
+    alone = open_backend(slots)
     rows, sampled = [0, 0, 1, 0], [0, 2]
     step, head = Step(4), Step(2)
 
@@ -248,7 +249,7 @@ def test_a_recording_serves_other_rows_and_other_adapters(
 ) -> None:
     """Replay equals an eager step bit for bit while rows change and an adapter is swapped for another."""
     slots = Slots([pack(a, torch.bfloat16) for a in artifacts[:3]])
-    backend = open_backend(slots, column="invariant", dtype=torch.bfloat16)
+    backend = open_backend(slots, dtype=torch.bfloat16)
     assert isinstance(backend, CapturableLora)
     step = Step(6, torch.bfloat16)
     before = [tensor.clone() for tensor in (step.hidden_TH, *(y for y, _ in step.sites.values()))]
@@ -289,8 +290,9 @@ def test_buckets_of_adapters_and_what_may_be_recorded(artifacts: list[AdapterArt
 def test_any_step_up_to_the_limits_fits_what_was_reserved(
     artifacts: list[AdapterArtifact],
 ) -> None:
-    for column in ("fast", "invariant"):
-        backend = open_backend(Slots([pack(artifacts[3])] * 5), column=column)
+    columns: tuple[Column, ...] = ("fast", "invariant")
+    for column in columns:
+        backend = open_backend(Slots([pack(artifacts[3])] * 5), plans=open_plans("sm_90", column))
         random = np.random.default_rng(0)
         for num_rows in range(1, 41):
             for num_slots in (1, 5):
@@ -317,7 +319,7 @@ def test_adapters_from_a_store_arrive_in_slots(tmp_path: Path) -> None:
         on_device=LoraDevice(
             device=CPU,
             dtype=torch.float32,
-            plans=open_plans("sm_90", "invariant"),
+            plans=FEW_PROGRAMS,
             staging=staging,
             max_tokens=16,
             max_decode_tokens=4,
@@ -337,7 +339,7 @@ def test_adapters_from_a_store_arrive_in_slots(tmp_path: Path) -> None:
     staging.flush()
 
     assert batch is not None
-    expected = open_backend(Slots([pack(artifact)]), column="invariant")
+    expected = open_backend(Slots([pack(artifact)]))
     expected_batch = expected.prepare(slot_array([0, -1]), 0)
     assert expected_batch is not None
     assert equal(step.run(lora.backend, batch), step.run(expected, expected_batch))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from loraplex_kernels.lora_route import LoraRoute, num_blocks_for, route_rows
 from loraplex_kernels.lora_rows import lora_rows_expand, lora_rows_shrink
 from loraplex_kernels.lora_shrink import lora_shrink
 from loraplex_kernels.lora_slots import LoraSlots, a_row_length, padded_rank
-from loraplex_kernels.plans import Plan
+from loraplex_kernels.plans import Plan, PlanTable
 from torch import Tensor
 
 NOTHING, LINEAR, EMBEDDING = range(3)  # sites of every adapter here
@@ -29,6 +30,22 @@ def plan(**config: int) -> Plan:
 SHRINK = plan(BLOCK_R=32, BLOCK_K=32, SPLIT_K=2)
 EXPAND = plan(BLOCK_N=32, BLOCK_R=16)
 EMBED = plan(BLOCK_N=64, BLOCK_R=16)
+
+
+class FewPrograms(PlanTable):
+    """The `invariant` plans with tiles for tiny models: interpreted, time goes by the number of programs."""
+
+    def choose(self, kernel: str, **facts: Any) -> Plan:
+        """A plan for every step alike."""
+        tiles = {
+            "lora_shrink": {"BLOCK_R": 64, "BLOCK_K": 32, "SPLIT_K": 2},
+            "lora_expand": {"BLOCK_N": 128, "BLOCK_R": 16},
+        }
+        chosen = super().choose(kernel, **facts)
+        return replace(chosen, config=tiles.get(kernel, chosen.config))
+
+
+FEW_PROGRAMS = FewPrograms("sm_90", "invariant")
 
 
 @dataclass(frozen=True)
