@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 import torch
 from loraplex_kernels.plans import PlanTable, open_plans
-from loraplex_kernels.support import ARCHITECTURES, is_interpreted
+from loraplex_kernels.support import ARCHITECTURES, UnsupportedDeviceError, is_interpreted
 
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.attention.base import AttentionBackend
@@ -31,6 +31,7 @@ from loraplex_engine.device.inputs import StagedInputs
 from loraplex_engine.device.memory_profile import (
     CudaMeter,
     MemoryPlan,
+    largest_step,
     measure_use,
     plan_memory,
 )
@@ -54,6 +55,17 @@ log = structlog.get_logger(__name__)
 _INTERPRETED_ARCH: Final = "sm_90"
 # The start-up self-check tries steps of so many rows, whatever is served.
 _MIN_ROWS: Final = 130
+
+_Stage = Literal[
+    "the weights", "the adapter slots", "the largest step", "the KV cache", "the graphs"
+]
+_OUT_OF_MEMORY: Final[dict[_Stage, str]] = {
+    "the weights": "take a smaller model or a larger GPU",
+    "the adapter slots": "lower max_loras or max_lora_rank",
+    "the largest step": "lower max_num_batched_tokens or max_num_seqs",
+    "the KV cache": "lower gpu_memory_utilization, num_blocks or kv_memory_bytes",
+    "the graphs": "lower gpu_memory_utilization, or use --no-cuda-graphs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +169,22 @@ def _open_lora(config: EngineConfig, cache: Path, on_device: LoraDevice | None) 
         raise ConfigError(f"--store-url {config.store_url}: {error}") from error
 
 
+def warm_up(runner: ModelRunner, max_tokens: int) -> int:
+    """Run prefill steps of doubling size, so that no request waits for their kernels to be compiled.
+
+    Writes into the KV cache's first block: to be called before the first request.
+
+    Returns:
+        How many steps it ran.
+    """
+    longest = min(max_tokens, runner.limits.max_model_len)
+    sizes = [2**exponent for exponent in range(1, longest.bit_length()) if 2**exponent < longest]
+    for size in (*sizes, longest):
+        runner.launch(largest_step(max_tokens=size, max_rows=1, max_len=longest, num_slots=0))
+        runner.collect()
+    return len(sizes) + 1
+
+
 class _TritonAssembly:
     """The steps from settings to a runner on Triton backends, in the order that memory is taken."""
 
@@ -173,11 +201,24 @@ class _TritonAssembly:
         if graph_backend is None and device.is_cuda:
             graph_backend = CudaGraphBackend(device.torch_device)
         self._graph_backend = graph_backend
+        self._stage: _Stage = "the weights"
         arch = device.support.name if device.support else _INTERPRETED_ARCH
         assert arch in ARCHITECTURES
         self._plans = open_plans(arch, "invariant" if config.batch_invariant else "fast")
 
     def build(self) -> Compute:
+        """Raises as `open_compute` does."""
+        try:
+            return self._build()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{self._device.name} ran out of memory at {self._stage}: {_OUT_OF_MEMORY[self._stage]}, or"
+                " free the GPU of other processes"
+            ) from error
+        except UnsupportedDeviceError as error:
+            raise ConfigError(f"{self._device.name}: {error}; or use --device cpu") from error
+
+    def _build(self) -> Compute:
         config, device = self._config, self._device.torch_device
         torch.set_num_threads(config.num_threads or usable_cpus())
         dtype = resolve_dtype(config.dtype, device)
@@ -190,6 +231,7 @@ class _TritonAssembly:
         staging = Staging(device)
         inputs = StagedInputs(staging, config.max_num_seqs)
         sampler = self._sampler(staging)
+        self._stage = "the adapter slots"
         lora = _open_lora(
             config,
             self._cache,
@@ -202,14 +244,10 @@ class _TritonAssembly:
                 max_decode_tokens=config.max_num_seqs,
             ),
         )
-        attention = open_attention(
-            model.attention_shape,
-            num_blocks=1,
-            block_size=config.block_size,
-            cache_dir=self._cache,
-            num_threads=torch.get_num_threads(),
-            backend=config.attention_backend,
-            on_device=AttentionDevice(
+        self._stage = "the largest step"
+        attention = self._open_attention(
+            model,
+            AttentionDevice(
                 device=device,
                 plans=self._plans,
                 staging=staging,
@@ -259,13 +297,36 @@ class _TritonAssembly:
             )
             if given is not None:
                 memory = replace(memory, kv_bytes=given.num_blocks * block_bytes)
+        self._stage = "the KV cache"
         sizes = given or self._sizes(model, memory.kv_bytes if memory else None)
         runner.resize(num_blocks=sizes.num_blocks, max_model_len=sizes.max_model_len)
+        if self._device.is_cuda:
+            warm_up(runner, config.max_num_batched_tokens)
+        self._stage = "the graphs"
         if graphs is not None and config.cuda_graphs and self._graph_backend is not None:
             self._capture(runner, graphs)
         if memory is not None:
             log.info("device_memory", device=self._device.name, **memory.by_use())
         return Compute(self._device, model, sizes, attention, lora, runner, self._plans, memory)
+
+    def _open_attention(
+        self, model: Decoder, on_device: AttentionDevice
+    ) -> AttentionBackend[Any, Any]:
+        try:
+            return open_attention(
+                model.attention_shape,
+                num_blocks=1,
+                block_size=self._config.block_size,
+                cache_dir=self._cache,
+                num_threads=torch.get_num_threads(),
+                backend=self._config.attention_backend,
+                on_device=on_device,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"this model's attention does not run on {self._device.name}: {error}; use --device cpu, or"
+                " an attention_backend of the CPU there"
+            ) from error
 
     def _sampler(self, staging: Staging) -> TritonSampler:
         # Not at the top: an engine on a CPU needs no Triton.

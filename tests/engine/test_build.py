@@ -62,6 +62,7 @@ def make_config(folder: Path, **changes: object) -> EngineConfig:
         "model_dir": folder / "model",
         "base_model": "tiny",
         "dtype": "float32",
+        "device": "cpu",
         "num_blocks": 96,
         "max_num_seqs": 24,
         "max_num_batched_tokens": 64,

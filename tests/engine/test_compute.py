@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loraplex_engine.compute import open_compute
+from loraplex_engine.compute import open_compute, warm_up
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.device.graphs import DecodeGraphs, row_buckets
 from loraplex_engine.device.inputs import StagedInputs
@@ -18,6 +18,7 @@ from loraplex_engine.errors import ConfigError
 from loraplex_engine.model.linear import PlainMethod
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.runner import ModelRunner, RunnerLimits
+from loraplex_engine.step import Step
 
 from tests.support.recorded_graph import RecordingBackend
 from tests.support.staged_backends import StagedAttention
@@ -54,6 +55,45 @@ def test_triton_adapters_on_a_cpu_need_triton_attention(
 
     with pytest.raises(ConfigError, match="attention_backend must be 'triton' too"):
         open_compute(config(lora_backend="triton"), cache=tmp_path, device=EngineDevice())
+
+
+def test_a_model_that_the_kernels_do_not_have_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Heads of 8 numbers.
+    folder = write_tiny_model(tmp_path, TinyShape(vocab_size=67, num_layers=1))
+    settings = EngineConfig(
+        model_dir=folder, base_model="tiny", attention_backend="triton", dtype="float32"
+    )
+
+    with pytest.raises(
+        ConfigError, match="does not run on cpu: head_dim 8 is not a multiple of 16"
+    ):
+        open_compute(settings, cache=tmp_path, device=EngineDevice())
+
+
+def test_running_out_of_memory_names_what_for_and_what_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    folder = write_tiny_model(
+        tmp_path,
+        TinyShape(vocab_size=67, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16),
+    )
+    settings = EngineConfig(
+        model_dir=folder, base_model="tiny", attention_backend="triton", dtype="float32"
+    )
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "resize", fail)
+
+    with pytest.raises(
+        ConfigError, match="ran out of memory at the KV cache: lower gpu_memory_util"
+    ):
+        open_compute(settings, cache=tmp_path, device=EngineDevice())
 
 
 class ScriptedMeter:
@@ -125,6 +165,21 @@ def test_what_a_runner_takes_is_measured_on_its_largest_step_and_two_graphs(tmp_
     assert len(runner.graphs.keys) == 3
     # The trial's recordings read a cache that is about to move.
     assert runner.graphs.num_captured == 0
+
+
+def test_warming_up_runs_prefill_of_every_size_up_to_the_longest(tmp_path: Path) -> None:
+    runner = new_runner(tmp_path)
+    sizes: list[int] = []
+    launch = runner.launch
+
+    def watched(step: Step) -> None:
+        sizes.append(step.num_tokens)
+        launch(step)
+
+    runner.launch = watched  # type: ignore[method-assign]
+
+    assert warm_up(runner, 20) == 4
+    assert sizes == [2, 4, 8, 16]
 
 
 def test_without_graphs_none_is_recorded_for_trial(tmp_path: Path) -> None:
