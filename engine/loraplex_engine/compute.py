@@ -336,9 +336,11 @@ class _TritonAssembly:
 
     def _graphs(self, lora: Lora | None) -> DecodeGraphs | None:
         """Steps padded to buckets; recorded or not is another question."""
-        if lora is not None and not isinstance(lora.backend, CapturableLora):
-            return None
-        adapters = lora.backend.active_buckets if lora else ()
+        adapters: tuple[int, ...] = ()
+        if lora is not None:
+            if not isinstance(lora.backend, CapturableLora):
+                return None
+            adapters = lora.backend.active_buckets
         return DecodeGraphs(self._graph_backend, row_buckets(self._config.max_num_seqs), adapters)
 
     def _is_size_given(self) -> bool:

@@ -12,7 +12,6 @@ written for padding rows, and their output is zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -89,7 +88,7 @@ class TritonAttention:
             )
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size {block_size} is not a power of two")
-        self.name: Final = f"triton-{kv_name}" if kv_name in QUANTIZED else "triton"
+        self.name = f"triton-{kv_name}" if kv_name in QUANTIZED else "triton"
         self._shape = shape
         self._block_size = block_size
         self._device = device

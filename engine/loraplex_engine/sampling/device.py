@@ -137,7 +137,7 @@ class StepSampler:
             {},
         )
         if num_host:
-            rows_H = [self._rows_R[index] for index in self._host_H]
+            rows_H = [self._rows_R[index] for index in self._host_H.tolist()]
             self._merge(sampled, self._sample(landed[2], rows_H))
         return StepSampled(sampled, flags_U)
 
