@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
 from loraplex_kernels.tune import Launch, TuneCase, candidates
@@ -94,7 +95,7 @@ def gated(
             f"not ({num_rows}, {width}) {gate_up_TI.dtype} contiguous"
         )
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, plan.config["BLOCK"]))
+        grid = (num_rows, ceil_div(width, plan.config["BLOCK"]))
         _gated[grid](
             gate_up_TI,
             out_TI,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
 
@@ -115,9 +116,7 @@ def gemm(
         )
     if num_rows:
         config = plan.config
-        grid = (
-            triton.cdiv(num_rows, config["BLOCK_M"]) * triton.cdiv(num_outputs, config["BLOCK_N"]),
-        )
+        grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(num_outputs, config["BLOCK_N"]),)
         _gemm[grid](
             x_MK,
             weight_NK,

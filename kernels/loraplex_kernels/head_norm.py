@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div, next_power_of_2
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
 
@@ -85,7 +86,7 @@ def head_norm(
             f"{qkv_TC.shape[1]} columns"
         )
     if qkv_TC.shape[0]:
-        grid = (qkv_TC.shape[0], triton.cdiv(num_heads, plan.config["BLOCK_HEADS"]))
+        grid = (qkv_TC.shape[0], ceil_div(num_heads, plan.config["BLOCK_HEADS"]))
         _head_norm[grid](
             qkv_TC,
             q_weight_D,
@@ -129,4 +130,4 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
 
 
 def _constants(head_dim: int) -> dict[str, int]:
-    return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    return {"HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim)}

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support
 
@@ -107,7 +108,7 @@ def _launch(begin: Tensor, end: Tensor, ids_N: Tensor, plan: Plan, *, is_gather:
     if not len(ids_N):
         return
     words = num_bytes // 4
-    _kv_blocks[(len(ids_N), 2, triton.cdiv(words, plan.config["BLOCK"]))](
+    _kv_blocks[(len(ids_N), 2, ceil_div(words, plan.config["BLOCK"]))](
         # Flat first: a view as another dtype asks for a last dimension of whole words.
         begin.view(-1).view(torch.int32),
         end.view(-1).view(torch.int32),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.lora_aot import (
     ROUTE_ALIGNED,
     ROUTE_SIGNATURE,
@@ -115,7 +116,7 @@ def lora_embed(
         )
     if not 0 <= site < slots.num_sites:
         raise ValueError(f"site is {site}: the slots have {slots.num_sites}")
-    num_tiles = triton.cdiv(y_TH.shape[1], plan.config["BLOCK_N"])
+    num_tiles = ceil_div(y_TH.shape[1], plan.config["BLOCK_N"])
     _lora_embed[(num_tiles, route.num_blocks)](
         y_TH,
         token_T,

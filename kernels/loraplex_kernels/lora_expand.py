@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.lora_aot import (
     NUM_OUTPUTS,
     ROUTE_ALIGNED,
@@ -150,7 +151,7 @@ def lora_expand(
     check_expand(y_TN, h_SPR, slots, site, route, widths)
     width0, width1, width2 = (*widths, 0, 0)[:MAX_SLICES]
     block = plan.config["BLOCK_N"]
-    num_tiles = triton.cdiv(width0, block) + triton.cdiv(width1, block) + triton.cdiv(width2, block)
+    num_tiles = ceil_div(width0, block) + ceil_div(width1, block) + ceil_div(width2, block)
     _lora_expand[(num_tiles, route.num_blocks)](
         y_TN,
         h_SPR,

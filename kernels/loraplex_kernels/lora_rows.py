@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.lora_aot import NUM_OUTPUTS, works
 from loraplex_kernels.lora_expand import (
     EXPAND_ALIGNED,
@@ -158,7 +159,7 @@ def lora_rows_shrink(
     _check_route(route)
     check_shrink(x_TK, slots, site, route, h_SPR, plan, max_rank)
     grid = (
-        triton.cdiv(max_rank, plan.config["BLOCK_R"]),
+        ceil_div(max_rank, plan.config["BLOCK_R"]),
         route.num_blocks,
         plan.config["SPLIT_K"],
     )
@@ -195,7 +196,7 @@ def lora_rows_expand(
     check_expand(y_TN, h_SPR, slots, site, route, widths)
     width0, width1, width2 = (*widths, 0, 0)[:MAX_SLICES]
     block = plan.config["BLOCK_N"]
-    num_tiles = triton.cdiv(width0, block) + triton.cdiv(width1, block) + triton.cdiv(width2, block)
+    num_tiles = ceil_div(width0, block) + ceil_div(width1, block) + ceil_div(width2, block)
     _lora_rows_expand[(num_tiles, route.num_blocks)](
         y_TN,
         h_SPR,

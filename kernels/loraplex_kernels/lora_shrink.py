@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div
 from loraplex_kernels.lora_aot import (
     ROUTE_ALIGNED,
     ROUTE_SIGNATURE,
@@ -111,7 +112,7 @@ def lora_shrink(
     """
     check_shrink(x_TK, slots, site, route, h_SPR, plan, max_rank)
     grid = (
-        triton.cdiv(max_rank, plan.config["BLOCK_R"]),
+        ceil_div(max_rank, plan.config["BLOCK_R"]),
         route.num_blocks,
         plan.config["SPLIT_K"],
     )

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div, next_power_of_2
 from loraplex_kernels.paged_tile import (
     QUANTIZED,
     attend_tile,
@@ -210,7 +211,7 @@ class Splitting:
             return cls(num_splits if num_splits > 1 else 0, num_splits, 0, num_splits)
         while size * MAX_SPLITS < max_length:
             size *= 2
-        num_planes = max(1, triton.cdiv(max_length, size))
+        num_planes = max(1, ceil_div(max_length, size))
         return cls(num_planes, 0, size, min(plan.config["PROGRAMS"], num_planes))
 
     def workspace_size(self, num_entries: int, num_heads: int, head_dim: int) -> int:
@@ -331,9 +332,9 @@ def _constants(
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "PAD_DIM": triton.next_power_of_2(head_dim),
+        "PAD_DIM": next_power_of_2(head_dim),
         # A matrix product has at least 16 rows.
-        "BLOCK_H": max(16, triton.next_power_of_2(group)),
+        "BLOCK_H": max(16, next_power_of_2(group)),
         "BLOCK_SIZE": block_size,
         "BLOCK_N": plan.config["BLOCK_N"],
         "SPLIT_SIZE": splitting.split_size,
@@ -349,7 +350,7 @@ def _combine_constants(
 ) -> dict[str, int | float | bool]:
     shared = ("HEAD_DIM", "PAD_DIM", "BLOCK_N", "SPLIT_SIZE", "WINDOW")
     return {
-        "PAD_PLANES": triton.next_power_of_2(splitting.num_planes),
+        "PAD_PLANES": next_power_of_2(splitting.num_planes),
         **{name: constants[name] for name in shared},
     }
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import next_power_of_2
 from loraplex_kernels.paged_tile import (
     QUANTIZED,
     attend_tile,
@@ -226,7 +227,7 @@ def _constants(
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "PAD_DIM": triton.next_power_of_2(head_dim),
+        "PAD_DIM": next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "BLOCK_M": plan.config["BLOCK_M"],
         "BLOCK_N": plan.config["BLOCK_N"],

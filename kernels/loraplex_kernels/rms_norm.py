@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import next_power_of_2
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
 from loraplex_kernels.tune import Launch, TuneCase, candidates
@@ -160,7 +161,7 @@ def tune_cases(table: PlanTable, device: torch.device) -> Iterator[TuneCase]:
 
 
 def _constants(width: int, *, has_residual: bool) -> dict[str, int | bool]:
-    return {"BLOCK": triton.next_power_of_2(width), "HAS_RESIDUAL": has_residual}
+    return {"BLOCK": next_power_of_2(width), "HAS_RESIDUAL": has_residual}
 
 
 def _check(x_TH: Tensor, weight_H: Tensor, residual_TH: Tensor | None) -> None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
+from loraplex_kernels.grid import ceil_div, next_power_of_2
 from loraplex_kernels.paged_tile import QUANTIZED, check_cache
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.support import KvDtype, Support, dtype_size, triton_type
@@ -196,10 +197,8 @@ def rope_kv(
         block_size=block_size,
         head_dim=head_dim,
     )
-    parts = triton.cdiv(num_heads, constants["HEADS"]) + 2 * triton.cdiv(
-        num_kv_heads, constants["HEADS"]
-    )
-    _rope_kv[(triton.cdiv(num_rows, constants["TOKENS"]), parts)](
+    parts = ceil_div(num_heads, constants["HEADS"]) + 2 * ceil_div(num_kv_heads, constants["HEADS"])
+    _rope_kv[(ceil_div(num_rows, constants["TOKENS"]), parts)](
         qkv_TC,
         cos_TD,
         sin_TD,
@@ -228,7 +227,7 @@ def _constants(
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HALF_DIM": head_dim // 2,
-        "PAD_HALF": triton.next_power_of_2(head_dim // 2),
+        "PAD_HALF": next_power_of_2(head_dim // 2),
         "BLOCK_SIZE": block_size,
         "TOKENS": plan.config["TOKENS"],
         "HEADS": plan.config["HEADS"],

@@ -27,6 +27,7 @@ from loraplex_kernels.counter_noise import (
     random_bits_at,
     random_bits_from,
 )
+from loraplex_kernels.grid import ceil_div, next_power_of_2
 from loraplex_kernels.plans import Plan, PlanTable
 from loraplex_kernels.sample_cutoff import order_key
 from loraplex_kernels.sample_rows import NUM_FIELDS, POSITION, SEED, TEMPERATURE
@@ -236,7 +237,7 @@ def sample_draw(
         has_bans: minus infinity bans an id; without, it is not finite like any other infinity.
     """
     num_rows, size = logits_RV.shape
-    num_chunks = triton.cdiv(size, plan.config["CHUNK"])
+    num_chunks = ceil_div(size, plan.config["CHUNK"])
     found = Candidates.empty(num_rows, num_chunks, logits_RV.device)
     cutoff_R, last_R = (found.id_RCK, found.id_RCK) if cutoffs is None else cutoffs
     _sample_draw[(num_rows, num_chunks)](
@@ -292,7 +293,7 @@ def sample_pick(
         logprob_R,
         logits_RV.stride(0),
         num_chunks,
-        NUM_PADDED=triton.next_power_of_2(num_chunks),
+        NUM_PADDED=next_power_of_2(num_chunks),
         HAS_LOGPROBS=has_logprobs,
         **plan.launch(),
     )
@@ -343,7 +344,7 @@ def _draw_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
 
 
 def _pick_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    num_chunks = triton.cdiv(_SIZE, table.entries(KERNEL)[-1].plan.config["CHUNK"])
+    num_chunks = ceil_div(_SIZE, table.entries(KERNEL)[-1].plan.config["CHUNK"])
     for entry in table.entries(PICK_KERNEL):
         pointers = ("logits_ptr", "rows_ptr", "score_ptr", "id_ptr", "is_bad_ptr", "highest_ptr")
         pointers += ("total_ptr", "token_ptr", "status_ptr", "logprob_ptr")
@@ -359,7 +360,7 @@ def _pick_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
             },
             constexprs={
                 **entry.plan.config,
-                "NUM_PADDED": triton.next_power_of_2(num_chunks),
+                "NUM_PADDED": next_power_of_2(num_chunks),
                 "HAS_LOGPROBS": True,
             },
             divisible_by_16=(*pointers, "logits_stride"),
