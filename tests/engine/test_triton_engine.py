@@ -1,0 +1,242 @@
+"""The whole engine on the Triton backends, interpreted: what the CPU's own backends say, and recorded or not alike."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.compute import Compute, open_compute
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.kv.setup import open_prefix_cache
+from loraplex_engine.protocol import Generate, SamplingParams, TokenLogprobs
+
+from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
+from tests.support.core_driver import run_to_end
+from tests.support.engine_fakes import collect_outcomes, make_request
+from tests.support.recorded_graph import RecordingBackend
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+SHAPE = TinyShape(
+    vocab_size=67,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+)
+EOS = 2
+Output = tuple[list[int], list[TokenLogprobs]]
+
+
+@dataclass
+class Stand:
+    """`folder` holds `model` and `store`, the latter more adapters than there are slots."""
+
+    folder: Path
+    digests: list[str]
+    kernels: Path
+    opened: list[Compute] = field(default_factory=list)
+
+    def open(self, backend: str, *, records: bool = False, **settings: Any) -> Opened:
+        settings = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "num_blocks": 12,
+            "block_size": 16,
+            "max_model_len": 64,
+            "prefix_cache": False,
+            "speculative": "off",
+        } | settings
+        config = EngineConfig(
+            model_dir=self.folder / "model",
+            base_model="tiny",
+            device="cpu",
+            dtype="float32",
+            attention_backend=backend,  # type: ignore[arg-type]
+            lora_backend=backend,  # type: ignore[arg-type]
+            max_loras=2,
+            max_lora_rank=16,
+            store_url=f"file://{self.folder}/store",
+            num_threads=1,
+            cuda_graphs=records,
+            **settings,
+        )
+        compute = open_compute(
+            config, cache=self.kernels, graph_backend=RecordingBackend() if records else None
+        )
+        self.opened.append(compute)
+        assert compute.lora is not None
+        core = build_core(
+            config,
+            compute.sizes,
+            compute.runner,
+            compute.lora.pool,
+            vocab_size=SHAPE.vocab_size,
+            eos_token_ids=frozenset({EOS}),
+            prefix_cache=open_prefix_cache(
+                config,
+                compute.sizes,
+                model_fingerprint="tiny",
+                kv_format="test",
+                vocab_size=SHAPE.vocab_size,
+            ),
+        )
+        return Opened(compute, core)
+
+    def close(self) -> None:
+        for compute in self.opened:
+            assert compute.lora is not None
+            compute.lora.pool.close()
+        self.opened.clear()
+
+
+@dataclass
+class Opened:
+    compute: Compute
+    core: EngineCore
+
+    def run(self, requests: list[Generate]) -> dict[str, Output]:
+        self._load({one.adapter_digest for one in requests if one.adapter_digest is not None})
+        for request in requests:
+            self.core.add(request)
+        events = run_to_end(self.core)
+        logprobs: dict[str, list[TokenLogprobs]] = {one.request_id: [] for one in requests}
+        for event in events:
+            logprobs[event.request_id] += event.logprobs or []
+        outcomes = collect_outcomes(events)
+        return {name: (outcomes[name].token_ids, logprobs[name]) for name in logprobs}
+
+    def _load(self, digests: set[str]) -> None:
+        """Into host memory, so that no step depends on how long loading takes."""
+        assert self.compute.lora is not None
+        pool = self.compute.lora.pool
+        loaded = threading.Event()
+        pool.loader.on_loaded = loaded.set
+        for digest in digests:
+            pool.prefetch(digest)
+        while not all(pool.is_loaded(digest) for digest in digests):
+            assert loaded.wait(60.0)
+            loaded.clear()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Stand:
+    root = tmp_path_factory.mktemp("triton")
+    (root / "model").mkdir()
+    write_tiny_model(root / "model", SHAPE)
+    shape = ModelShape.from_config_json(root / "model" / "config.json")
+    store = AdapterStore(f"file://{root}/store")
+    digests = []
+    for rank, linears in ((5, ALL_LINEARS), (16, ("q_proj", "down_proj")), (8, ("v_proj",))):
+        source = root / f"adapter-{rank}"
+        adapter = make_adapter(source, shape, rank=rank, linears=linears, size=0.3)
+        store.put(source, adapter.digest)
+        digests.append(adapter.digest)
+    return Stand(root, digests, native_cache_dir(request.config))
+
+
+@pytest.fixture
+def stand(made: Stand) -> Iterator[Stand]:
+    with contextlib.closing(made):
+        yield made
+
+
+def requests_for(
+    stand: Stand, count: int, *, max_tokens: int, is_sampled: bool = False
+) -> list[Generate]:
+    """Base and adapters mixed, prompts of many lengths with a common beginning."""
+    rng = np.random.default_rng(3)
+    common = rng.integers(3, SHAPE.vocab_size, 17).tolist()
+    made = []
+    for index in range(count):
+        adapter = [None, *stand.digests][index % 4]
+        length = [18, 3, 23, 9, 20, 1][index]
+        prompt = (common + rng.integers(3, SHAPE.vocab_size, 10).tolist())[:length]
+        sampling = SamplingParams(
+            max_tokens=max_tokens + index % 3,
+            temperature=0.8 if is_sampled and index % 2 else 0.0,
+            seed=index,
+            # Without, a row is sampled on the device.
+            logprobs=2 if index % 3 else None,
+            ignore_eos=True,
+        )
+        made.append(
+            msgspec.structs.replace(
+                make_request(f"r{index}", prompt), adapter_digest=adapter, sampling=sampling
+            )
+        )
+    return made
+
+
+def assert_close(got: dict[str, Output], expected: dict[str, Output]) -> None:
+    for name, (tokens, logprobs) in expected.items():
+        assert got[name][0] == tokens
+        for one, other in zip(got[name][1], logprobs, strict=True):
+            assert one.top_ids == other.top_ids
+            np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=2e-4)
+
+
+def test_a_crowd_gets_what_the_cpu_s_own_backends_give_it(stand: Stand) -> None:
+    """Adapters beside base, more of them than slots, chunks, preemption and found prefixes."""
+    requests = requests_for(stand, 5, max_tokens=8, is_sampled=True)
+    # Too few blocks for all: somebody is preempted.
+    triton = stand.open("triton", prefix_cache=True, num_blocks=5, block_size=8, max_model_len=40)
+    torch_alone = stand.open("torch", max_num_seqs=1)
+
+    got = triton.run(requests)
+
+    assert_close(got, torch_alone.run(requests))
+    # The same again, twice: what the first one computed is found by the second.
+    for name in ("again", "found"):
+        short = msgspec.structs.replace(requests[4].sampling, max_tokens=2)
+        request = msgspec.structs.replace(requests[4], request_id=name, sampling=short)
+        tokens, logprobs = got["r4"]
+        assert_close(triton.run([request]), {name: (tokens[:2], logprobs[:2])})
+    stats = triton.core.stats()
+    assert stats.num_preemptions_total > 0
+    assert stats.prefix_cache_hit_tokens_total > 0
+    assert stats.max_adapters_in_step == 2
+
+
+def test_recorded_steps_have_the_bits_of_eager_ones(stand: Stand) -> None:
+    requests = requests_for(stand, 4, max_tokens=5, is_sampled=True)
+    settings = {"max_num_seqs": 3, "num_blocks": 8}
+    eager = stand.open("triton", **settings)
+    recorded = stand.open("triton", records=True, **settings)
+
+    expected, got = eager.run(requests), recorded.run(requests)
+
+    assert got == expected
+    graphs = recorded.compute.runner.graphs
+    assert graphs is not None
+    assert graphs.num_captured == len(graphs.keys)
+    assert graphs.replays_total > 5
+    stats = recorded.core.stats()
+    assert stats.max_adapters_in_step == 2
+    assert stats.mixed_steps_total > 0
+
+
+def test_under_invariant_plans_a_row_s_bits_are_its_own_within_a_phase(stand: Stand) -> None:
+    # Prompts of two tokens or more, all in the first step: decoding and prefill do not meet.
+    requests = requests_for(stand, 3, max_tokens=4)
+    settings = {"batch_invariant": True, "max_num_batched_tokens": 128, "num_blocks": 24}
+    crowd = stand.open("triton", **settings)
+    alone = stand.open("triton", **settings)
+
+    together = crowd.run(requests)
+
+    assert crowd.core.stats().steps_total < 8
+    for request in requests:
+        assert alone.run([request])[request.request_id] == together[request.request_id]
+    assert crowd.compute.plans is not None
+    assert crowd.compute.plans.column == "invariant"
