@@ -110,6 +110,14 @@ def mend_interpreter() -> None:
             launches[-1] |= languages
         return scope
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # Triton 3.6 makes a Python int of an array of one element, which NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_index
     interpreter._convert_float = convert
     interpreter.GridExecutor.__call__ = call_quietly
     interpreter._patch_lang = patch_once
