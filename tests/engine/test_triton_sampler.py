@@ -107,6 +107,24 @@ def test_a_step_s_parameters_are_its_own() -> None:
         assert_same(sampled, sample(logits[: len(rows)].float().numpy(), rows))
 
 
+def test_the_same_rows_one_position_on_and_other_rows_in_their_place() -> None:
+    stand = Stand()
+    params = [row.params for row in DEVICE_ROWS]
+    others = [SamplingParams(max_tokens=9, seed=1), *params[1:]]
+    mask = only(33)
+
+    for step, asked in enumerate([params, params, others, params]):
+        rows = [SampleRow(p, step, np.arange(4), 4) for p in asked]
+        if step == 1:
+            # Of the same request: a grammar may leave a step without a mask.
+            rows[1] = SampleRow(params[1], step, np.arange(4), 4, mask)
+        logits = logits_of(len(rows))
+
+        sampled = stand.run(rows, logits)
+
+        assert_same(sampled, sample(logits.float().numpy(), rows))
+
+
 def test_drafts_make_more_rows_than_sequences() -> None:
     stand = Stand()
     rows = [row(position, seed=3) for position in range(MAX_TOKENS)]
