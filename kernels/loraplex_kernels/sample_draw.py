@@ -82,6 +82,7 @@ def _sample_draw(
     position = tl.load(record + _POSITION)
     is_drawn = temperature > 0.0
     warmth = temperature.to(tl.float32)
+    cutoff, last = 0, 0
     if IS_FILTERED:
         cutoff = tl.load(cutoff_ptr + row)
         last = tl.load(last_ptr + row)
@@ -313,8 +314,10 @@ def _draw_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     entries = table.entries(KERNEL)
     builds = [(entry, "bf16", True) for entry in entries] + [(entries[-1], "fp32", False)]
     for entry, dtype, is_full in builds:
-        pointers = ("logits_ptr", "rows_ptr", "cutoff_ptr", "last_ptr", "score_ptr", "id_ptr")
-        pointers += ("is_bad_ptr", "highest_ptr", "total_ptr")
+        pointers = (
+            *("logits_ptr", "rows_ptr", "cutoff_ptr", "last_ptr", "score_ptr", "id_ptr"),
+            *("is_bad_ptr", "highest_ptr", "total_ptr"),
+        )
         yield AotCase(
             kernel=KERNEL,
             fn=_sample_draw,
@@ -346,8 +349,10 @@ def _draw_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
 def _pick_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     num_chunks = ceil_div(_SIZE, table.entries(KERNEL)[-1].plan.config["CHUNK"])
     for entry in table.entries(PICK_KERNEL):
-        pointers = ("logits_ptr", "rows_ptr", "score_ptr", "id_ptr", "is_bad_ptr", "highest_ptr")
-        pointers += ("total_ptr", "token_ptr", "status_ptr", "logprob_ptr")
+        pointers = (
+            *("logits_ptr", "rows_ptr", "score_ptr", "id_ptr", "is_bad_ptr", "highest_ptr"),
+            *("total_ptr", "token_ptr", "status_ptr", "logprob_ptr"),
+        )
         yield AotCase(
             kernel=PICK_KERNEL,
             fn=_sample_pick,
