@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,23 @@ from loraplex_engine.attention.base import AttentionBackend, AttentionBatch, Att
 from loraplex_engine.attention.triton_attention import PagedKv, TritonAttention, TritonPlan
 from loraplex_engine.device.staging import Staging
 from loraplex_engine.model.rope import RotaryTable, rotate_merged_
-from loraplex_kernels.plans import Column, open_plans
+from loraplex_kernels.plans import Column, Plan, PlanTable
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
 MAX_LENGTH = 192
+
+
+class _FewPrograms(PlanTable):
+    """The interpreter's time is the number of programs: many tokens rotated in one, few splits of a row."""
+
+    def choose(self, kernel: str, **bounds: Any) -> Plan:
+        plan = super().choose(kernel, **bounds)
+        if kernel == "rope_kv":
+            return Plan({"TOKENS": 64, "HEADS": 16}, 4, 1, "interpreted")
+        if plan.config.get("NUM_SPLITS", 1) > 3:
+            return replace(plan, config={**plan.config, "NUM_SPLITS": 3})
+        return plan
 
 
 class StagedTriton(TritonAttention):
@@ -26,7 +39,7 @@ class StagedTriton(TritonAttention):
             shape,
             block_size=BLOCK_SIZE,
             device=staging.device,
-            plans=open_plans("sm_90", column),
+            plans=_FewPrograms("sm_90", column),
             staging=staging,
             max_tokens=256,
             max_rows=8,
