@@ -382,7 +382,7 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
         )
         if is_quantized and entry.when.max_tokens is None and support.allows("fp8"):
             yield _case(entry.plan, support, dtype, "fp8", rows=rows)
-    plain = [entry.plan for entry in entries if entry.when.dtype is entry.when.max_k is None]
+    plain = [entry.plan for entry in entries if not entry.when.dtype and not entry.when.max_k]
     yield _combine_case(plain[0], support)
     yield _case(plain[-1], support, "bf16", "bf16", rows=2048, window=4096, soft_cap=50.0)
 

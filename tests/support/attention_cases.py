@@ -112,7 +112,7 @@ class Sequences:
         out = self.backend.forward(qkv, self.cache, plan)
         assert out.shape == (num_rows, self.shape.num_heads * self.shape.head_dim)
         assert out[num_tokens:].eq(0).all(), "padding rows are zero, whatever came in"
-        return list(out[:num_tokens].split(scheduled.tolist()))
+        return list(torch.split(out[:num_tokens], scheduled.tolist()))
 
     def dense(self, sequence: int) -> torch.Tensor:
         """What it should be: rotated in the model's dtype, then float64 on the whole sequence."""
