@@ -177,3 +177,28 @@ def test_the_table_aligns_its_columns() -> None:
 
     assert lines[2].rindex("s") == lines[3].index("tokens/s")
     assert "123,457" in lines[3]
+
+
+@pytest.mark.slow  # compiles every kernel of the timed parts
+def test_the_timed_parts_hold_their_full_batches_contexts_and_adapters(tmp_path: Path) -> None:
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    path = tmp_path / "figures.jsonl"
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.dry_run", str(path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    names = {figure.name for figure in read_figures(path)}
+    assert {
+        "decode attention, batch 64, 8192 keys",
+        "LoRA, batch 64, 64 x r16, all layers",
+        "64 of ranks 8..64, batch 256",
+        "prefill of 8192, 1 x r16",
+        "64 x r16, batch 256",
+    } <= names
