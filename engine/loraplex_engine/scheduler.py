@@ -438,16 +438,29 @@ class Scheduler:
             request.blocked_on = self._prefill_block_reason(batch, request, budget, hit)
             if request.blocked_on is not None:
                 return _Verdict.SKIPPED
-            if self._has_room(request, hit):
-                break
-            if not self._kv.drop_left():
+            num_lacking = self._num_lacking(request, hit)
+            left = self._left_to_drop(request, hit, num_lacking) if num_lacking > 0 else []
+            if num_lacking > 0 and not left:
                 return _Verdict.NO_ROOM
-        if request.adapter_digest is not None and request.adapter_slot == BASE_SLOT:
-            verdict = self._take_lease(batch, request)
-            if verdict is not None:
-                return verdict
+            if request.adapter_digest is not None and request.adapter_slot == BASE_SLOT:
+                verdict = self._take_lease(batch, request)
+                if verdict is not None:
+                    return verdict
+            if not left:
+                break
+            # Only now: nothing is thrown away for who is not admitted.
+            self._kv.drop_left(left)
         self._admit(batch, request, budget, hit)
         return _Verdict.TAKEN
+
+    def _left_to_drop(self, request: Request, hit: Hit, num_lacking: int) -> list[int]:
+        """The prompts of ended choices that are to go so that a waiting request has room, if that does."""
+        left = self._kv.left_to_drop(request, num_lacking, hit=hit)
+        if not left and not self._running:
+            # Nobody will end and make room. So its own may go too, which costs it the prompt and gains
+            # at most the block that it would have copied.
+            left = self._kv.left_to_drop(request, num_lacking, hit=hit, with_own=True)
+        return left
 
     def _take_lease(self, batch: Batch, request: Request) -> _Verdict | None:
         """Lease a waiting request's adapter; None: it has its slot, else what became of it."""
@@ -504,9 +517,9 @@ class Scheduler:
                 return BlockReason.PARTIAL_PREFILLS
         return None
 
-    def _has_room(self, request: Request, hit: Hit) -> bool:
-        """Whether its blocks are there: all known tokens' at once, so that a prefill that has begun
-        never waits for room; with "reserve", those of all tokens that it may ever have.
+    def _num_lacking(self, request: Request, hit: Hit) -> int:
+        """How many blocks too few are free (0 or less: none): all known tokens' at once, so that a prefill
+        that has begun never waits for room; with "reserve", those of all tokens that it may ever have.
         """
         if self.limits.admission == "reserve":
             # What running requests have been promised and do not hold yet is as good as taken.
@@ -515,9 +528,9 @@ class Scheduler:
                 for other in self._running
             )
             most = request.num_prompt_tokens + request.sampling.max_tokens
-            return self._kv.num_missing(hit, most) + promised <= self._kv.num_free
+            return self._kv.num_missing(hit, most) + promised - self._kv.num_free
         watermark = self.limits.watermark_blocks if self._running else 0
-        return self._kv.num_missing(hit, request.num_tokens) + watermark <= self._kv.num_free
+        return self._kv.num_missing(hit, request.num_tokens) + watermark - self._kv.num_free
 
     def _num_promised_blocks(self, request: Request) -> int:
         """Blocks for all tokens that a request may ever have."""

@@ -253,6 +253,124 @@ def test_a_running_request_takes_what_was_left_before_anybody_is_preempted() -> 
     engine.assert_idle()
 
 
+def test_no_choice_throws_its_own_prompt_away_while_somebody_will_make_room() -> None:
+    """It lacks the block that it would copy; without the prompt it would need that one and two more."""
+    engine = make_engine(num_blocks=7, max_num_seqs=2, max_model_len=28)
+    engine.core.add(make_request(prompt=PROMPT, n=2, max_tokens=1))
+    engine.core.add(make_request("runs", [50] * 13, max_tokens=4))
+    engine.core.step()
+    assert (engine.kv.num_left, engine.kv.num_free) == (1, 0)
+
+    engine.run()
+
+    assert computed(engine) == [10 + 13, 1, 1, 1, 1], "the other choice's last token alone"
+    engine.assert_idle()
+
+
+def leave_prompt(engine: FakeEngine, name: str, tenant: str, token: int) -> None:
+    """Leave three blocks of a prompt that a second choice waits for, until its adapter is loaded."""
+    request = make_request(name, [token] * 10, n=2, max_tokens=1, adapter=name, tenant=tenant)
+    engine.core.add(request)
+    engine.core.step()
+    engine.adapters.hold(name)
+
+
+def let_them_follow(engine: FakeEngine) -> None:
+    engine.adapters.held_back.clear()
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize(("length", "must_wait"), [(21, False), (25, True)])
+def test_what_others_left_goes_only_if_that_makes_the_room(length: int, must_wait: bool) -> None:
+    engine = make_engine(num_blocks=10, max_num_seqs=3, max_num_batched_tokens=40)
+    leave_prompt(engine, "left", "u", 60)
+    engine.core.add(make_request("runs", [50] * 13, max_tokens=4, tenant="v"))
+    engine.core.step()
+    assert (engine.kv.num_left, engine.kv.num_free) == (1, 3)
+
+    engine.core.add(make_request("big", [51] * length, max_tokens=1, tenant="v"))
+    engine.core.step()
+
+    assert engine.kv.num_left == (1 if must_wait else 0)
+    assert engine.runner.steps[-1].num_tokens == (1 if must_wait else 1 + length)
+    engine.core.check()
+    for _ in range(4):
+        engine.core.step()
+    let_them_follow(engine)
+    assert sum(computed(engine)) == 10 + (13 + 3) + length + (1 if must_wait else 10)
+
+
+@pytest.mark.parametrize("tenants", ["uv", "vu"])
+def test_what_the_same_tenant_left_goes_first(tenants: str) -> None:
+    engine = make_engine(num_blocks=8, max_num_seqs=1, max_num_batched_tokens=40)
+    for index, tenant in enumerate(tenants):
+        leave_prompt(engine, f"left {tenant}", tenant, 60 + index)
+    assert (engine.kv.num_left, engine.kv.num_free) == (2, 2)
+    engine.core.add(make_request("big", [51] * 20, max_tokens=1, tenant="u"))
+
+    engine.core.step()
+    assert engine.kv.num_left == 1
+
+    let_them_follow(engine)
+
+    last = {"u": 10, "v": 1}
+    assert computed(engine) == [10, 10, 20, *(last[tenant] for tenant in tenants)]
+
+
+def test_what_was_left_goes_when_nobody_runs_who_would_make_room() -> None:
+    engine = make_engine(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=40)
+    leave_prompt(engine, "left", "u", 60)
+    engine.core.add(make_request("big", [51] * 29, max_tokens=1, tenant="v"))
+
+    engine.core.step()
+
+    assert engine.core.last_step_num_tokens == 29
+    let_them_follow(engine)
+
+
+def test_a_choice_takes_what_others_left_before_its_own() -> None:
+    """Its own is the older one, and of the same tenant."""
+    engine = make_engine(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=40)
+    leave_prompt(engine, "own", "u", 60)
+    leave_prompt(engine, "other", "v", 61)
+    assert (engine.kv.num_left, engine.kv.num_free) == (2, 0)
+
+    let_them_follow(engine)
+
+    assert computed(engine) == [10, 10, 1, 10]
+
+
+def test_nothing_that_was_left_goes_for_who_gets_no_adapter() -> None:
+    engine = make_engine(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=40)
+    leave_prompt(engine, "left", "u", 60)
+    engine.adapters.beyond_share.add("v")
+    engine.core.add(make_request("big", [51] * 29, max_tokens=1, tenant="v", adapter="b"))
+
+    engine.core.step()
+
+    assert engine.kv.num_left == 1
+    engine.adapters.beyond_share.clear()
+    let_them_follow(engine)
+
+
+def test_nothing_that_was_left_goes_for_who_cannot_grow_even_then() -> None:
+    engine = make_engine(num_blocks=5, max_num_seqs=1, max_model_len=20)
+    engine.core.add(make_request(prompt=PROMPT[:9], n=3, max_tokens=4))
+    engine.core.step()
+    engine.core.abort("r0", 0, as_stop=True, index=0)
+    engine.core.step()
+    assert engine.kv.num_left == 1, "which the choice that runs shares"
+    running = engine.core._live["r0", 0].find(1)
+    assert running is not None
+
+    assert engine.kv.grow(running.seq, 24) is None
+
+    assert engine.kv.num_left == 1
+    engine.run()
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("how", [{}, {"as_stop": True}, {"is_platform_fault": True}])
 def test_an_abort_takes_what_was_left_along(how: dict[str, bool]) -> None:
     engine = make_engine(max_num_seqs=1)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from loraplex_engine.kv.block_pool import BlockPool
 from loraplex_engine.kv.hashing import BlockChain, BlockName
+from loraplex_engine.kv.left_prompts import choose_to_drop
 from loraplex_engine.kv.prefix_cache import PrefixCache
 from loraplex_engine.request import Request, RequestStatus
 
@@ -141,10 +142,13 @@ class KvManager:
         missing = self.blocks_for(num_tokens) - (len(table.blocks) if table is not None else 0)
         if missing <= 0:
             return []
-        while missing > self._pool.num_free and self.drop_left():
-            pass
-        if missing > self._pool.num_free:
-            return None
+        num_lacking = missing - self._pool.num_free
+        if num_lacking > 0:
+            owner = None if table is None else table.request
+            keys = self.left_to_drop(owner, num_lacking, with_own=True)
+            if not keys:
+                return None
+            self.drop_left(keys)
         if table is None:
             table = self._tables[key] = _Table([])
         blocks = self._take(missing, table)
@@ -190,14 +194,40 @@ class KvManager:
             if table is not None:
                 self._release(table, 0)
 
-    def drop_left(self) -> bool:
-        """Make room at the cost of the oldest that was left: it would be computed anew. False: there is
-        none. A `Hit` from before may be void.
+    def left_to_drop(
+        self,
+        request: Request | None,
+        num_blocks: int,
+        *,
+        hit: Hit = NO_HIT,
+        with_own: bool = False,
+    ) -> list[int]:
+        """What was left that is to go so that a request has `num_blocks` more blocks: its own tenant's
+        before others', then the oldest first, and none in vain.
+
+        Args:
+            hit: what it would share; a block of it that only becomes idle is no gain.
+            with_own: also what choices of the same request have left. To one that waits this is of little
+                use, as it then needs nearly as many blocks itself, and computes the prompt anew.
+
+        Returns:
+            For `drop_left`; empty if all of it would not do.
         """
-        if not self._left:
-            return False
-        self._release(self._left.pop(next(iter(self._left))), 0)
-        return True
+        own = request.siblings[0].seq if request is not None and request.siblings else None
+        tenant_id = None if request is None else request.generate.tenant_id
+
+        def is_others(key: int) -> bool:
+            owner = self._left[key].request
+            return owner is None or owner.generate.tenant_id != tenant_id
+
+        keys = [key for key in self._left if with_own or key != own]
+        left = {key: self._left[key].blocks for key in sorted(keys, key=is_others)}
+        return choose_to_drop(left, num_blocks, self._pool.num_holders, hit.blocks)
+
+    def drop_left(self, keys: list[int]) -> None:
+        """Give up what was left: it would be computed anew. A `Hit` from before may be void."""
+        for key in keys:
+            self._release(self._left.pop(key), 0)
 
     def _stop_expecting(self, table: _Table, key: int) -> None:
         if self._cache is not None and table.chain is not None:
