@@ -15,7 +15,7 @@ from loraplex_platform.cli import (
     user_commands,
 )
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import DataDirOption
+from loraplex_platform.cli.options import DataDirOption, ToolFormat
 
 app = typer.Typer(
     name="loraplex",
@@ -92,6 +92,14 @@ def up(
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Of the engine: CPU threads.")
     ] = None,
+    tool_format: Annotated[
+        ToolFormat | None,
+        typer.Option(
+            envvar="LORAPLEX_TOOL_FORMAT",
+            show_default="auto: as its chat template says",
+            help="Of the gateway: how the model writes tool calls.",
+        ),
+    ] = None,
     force_unsafe_demo: Annotated[
         bool,
         typer.Option("--force-unsafe-demo", help="Allow --demo on a --host that others reach."),
@@ -140,6 +148,7 @@ def up(
             if value is not None
             for part in (flag, str(value))
         ),
+        tool_format=tool_format,
     )
     raise typer.Exit(run_up(options, Console(highlight=False)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,6 +11,9 @@ from loraplex_platform.cli.errors import CommandError
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
+
+# As `settings.ToolFormatName`, which `--help` does not wait for.
+ToolFormat = Literal["auto", "hermes", "llama", "mistral"]
 
 DataDirOption = Annotated[
     Path,

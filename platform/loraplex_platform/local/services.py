@@ -47,6 +47,7 @@ class FleetOptions:
     serve_database_url: str | None = None  # None: through a login that `migrate` makes
     redis_url: str | None = None
     engine_flags: tuple[str, ...] = ()
+    tool_format: str | None = None  # None: as the gateway's setting says by default
 
     def url(self, port: int) -> str:
         """The address by which this machine reaches `port`."""
@@ -207,9 +208,11 @@ class Fleet:
         return self._env({"LORAPLEX_ENGINE_DRAIN_GRACE_S": str(DRAIN_GRACE_S)} | given | own)
 
     def _gateway_env(self) -> dict[str, str]:
+        tool_format = self._options.tool_format
         return self._env(
             self._data_stores()
             | self._model()
+            | ({} if tool_format is None else {"LORAPLEX_TOOL_FORMAT": tool_format})
             | {
                 "LORAPLEX_KEY_PEPPER": self._credentials.key_pepper,
                 "LORAPLEX_SALT_KEY": self._credentials.salt_key,

@@ -48,6 +48,7 @@ class UpOptions:
     demo: bool
     force_unsafe_demo: bool
     engine_flags: tuple[str, ...]
+    tool_format: str | None  # None: as the chat template says
 
 
 def run_up(options: UpOptions, console: Console) -> int:
@@ -127,6 +128,7 @@ class _Run:
             serve_database_url=options.serve_database_url,
             redis_url=options.redis_url,
             engine_flags=options.engine_flags,
+            tool_format=options.tool_format,
         )
 
     async def run(self) -> int:

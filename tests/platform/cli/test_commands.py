@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from loraplex_platform.cli import adapter_commands, app
+from loraplex_platform.cli.options import ToolFormat
+from loraplex_platform.local import up
+from loraplex_platform.settings import ToolFormatName
 from loraplex_platform.tenancy.keys import parse
 from typer.testing import CliRunner
 
@@ -120,6 +124,25 @@ def test_a_model_folder_that_is_none_is_refused(tmp_path: Path) -> None:
 
     assert code == 1
     assert "is not a Hugging Face model folder" in errors
+
+
+def test_up_takes_the_tool_formats_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[up.UpOptions] = []
+    monkeypatch.setattr(up, "run_up", lambda options, console: seen.append(options) or 0)
+    folder = ("--data-dir", str(tmp_path / "data"))
+
+    assert run("up", *folder)[0] == 0
+    assert run("up", "--tool-format", "llama", *folder, LORAPLEX_TOOL_FORMAT="hermes")[0] == 0
+    assert run("up", *folder, LORAPLEX_TOOL_FORMAT="mistral")[0] == 0
+    code, _, errors = run("up", "--tool-format", "pythonic", *folder)
+
+    assert [options.tool_format for options in seen] == [None, "llama", "mistral"]
+    assert code == 2
+    assert "--tool-format" in errors
+    assert "'auto', 'hermes', 'llama', 'mistral'" in errors
+    assert get_args(ToolFormat) == get_args(ToolFormatName)
 
 
 @pytest.mark.parametrize("command", ["demo", "verify"])
