@@ -139,6 +139,20 @@ def test_a_filled_in_environment_is_what_the_process_needs(
     assert set(environment) <= known
 
 
+def test_a_tool_format_in_the_env_file_reaches_the_gateway(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = compose["services"]["gateway"]["environment"]["LORAPLEX_TOOL_FORMAT"]
+    found = VARIABLE.fullmatch(text)
+    assert found is not None
+    name, kind, default = found.groups()
+    for key, value in filled_in(compose, "gateway").items():
+        monkeypatch.setenv(key, value)
+
+    assert (name, kind) == ("LORAPLEX_TOOL_FORMAT", ":-")
+    assert GatewaySettings().tool_format == default == "auto"
+
+
 @pytest.mark.parametrize("service", ["gateway", "control", "worker"])
 def test_no_serving_process_has_the_owners_login(compose: dict[str, Any], service: str) -> None:
     migrate, serving = filled_in(compose, "migrate"), filled_in(compose, service)
@@ -256,7 +270,8 @@ def test_dashboards_and_alerts_name_metrics_that_exist() -> None:
     ]
     defined = set(re.findall(r'"loraplex:([a-z0-9_]+)"', "".join(sources)))
     # The engine's state metrics are named where they are read.
-    defined |= set(re.findall(r'self\._(?:gauge|counter)\(\s*"([a-z0-9_]+)"', "".join(sources)))
+    told = r'self\._(?:gauge|counter|histogram)\(\s*"([a-z0-9_]+)"'
+    defined |= set(re.findall(told, "".join(sources)))
     dashboard = (ROOT / "deploy/grafana/dashboards/loraplex.json").read_text()
     rules = (ROOT / "deploy/prometheus-rules.yml").read_text()
     json.loads(dashboard)
