@@ -143,6 +143,10 @@ class AdminClient:
             "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
         )
 
+    def set_pin(self, digest: str, *, is_wanted: bool) -> Json:
+        """Have every replica keep an adapter in memory, or let it evict it like any other."""
+        return self._json("PUT" if is_wanted else "DELETE", f"/fleet/pins/{digest}")
+
     # ------------------------------------------------------------------------ the rest
 
     def find_user(self, email: str) -> Json | None:

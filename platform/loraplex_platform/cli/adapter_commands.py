@@ -1,4 +1,4 @@
-"""`loraplex adapters`: upload, list, deploy."""
+"""`loraplex adapters`: upload, list, deploy, pin, merge."""
 
 from __future__ import annotations
 
@@ -153,11 +153,53 @@ def deploy(
         raise CommandError("give either --version or --base")
     with open_admin(data_dir, control_url) as admin:
         tenant_id = admin.tenant(tenant)["id"]
-        version_id = None if version is None else _find_version(admin.adapters(tenant_id), version)
+        version_id = None
+        if version is not None:
+            version_id = str(_find_version(admin.adapters(tenant_id), version)["id"])
         deployment = admin.deploy(tenant_id, model, version_id)
     revision = deployment["revision"]
     what = "the base model" if version_id is None else f"{revision['adapter_name']} ({version_id})"
     typer.echo(f"{tenant}'s {model} is now {what}, revision {revision['number']}")
+
+
+VersionArgument = Annotated[
+    str,
+    typer.Argument(help="A version's id (ver_...), or ADAPTER for its newest, or ADAPTER:NUMBER."),
+]
+
+
+@app.command()
+def pin(
+    version: VersionArgument,
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Have every replica load a version now and keep it in memory, however seldom it is used.
+
+    A replica that starts later is not told: give its engine --pin-adapter.
+
+    Example:
+
+      loraplex adapters pin pirate --tenant acme
+    """
+    _set_pin(version, tenant, data_dir, control_url, is_wanted=True)
+
+
+@app.command()
+def unpin(
+    version: VersionArgument,
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Let every replica evict a version like any other.
+
+    Example:
+
+      loraplex adapters unpin pirate:1 --tenant acme
+    """
+    _set_pin(version, tenant, data_dir, control_url, is_wanted=False)
 
 
 @app.command()
@@ -181,13 +223,31 @@ def merge(
     exec_module("loraplex_engine.merge", [*arguments, *(["--force"] if force else [])])
 
 
-def _find_version(adapters: list[dict[str, Any]], wanted: str) -> str:
+def _set_pin(
+    version: str, tenant: str, data_dir: Path, control_url: str | None, *, is_wanted: bool
+) -> None:
+    with open_admin(data_dir, control_url) as admin:
+        found = _find_version(admin.adapters(admin.tenant(tenant)["id"]), version)
+        outcome = admin.set_pin(found["digest"], is_wanted=is_wanted)
+    done = "pinned" if is_wanted else "not pinned any more"
+    for replica in outcome["replicas"]:
+        # One refusal among others is no error of the API.
+        is_done = replica["refusal"] is None
+        typer.echo(
+            f"{replica['replica_id']}: {done if is_done else replica['message'] or replica['refusal']}",
+            err=not is_done,
+        )
+    if any(replica["refusal"] is not None for replica in outcome["replicas"]):
+        raise typer.Exit(1)
+
+
+def _find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     name, _, number = wanted.partition(":")
     for adapter in adapters:
         for version in sorted(adapter["versions"], key=lambda item: -int(item["version"])):
             is_named = adapter["name"] == name and number in {"", str(version["version"])}
             if version["id"] == wanted or is_named:
-                return str(version["id"])
+                return dict(version)
     raise CommandError(f"there is no version {wanted}: see `loraplex adapters list`")
 
 
