@@ -55,7 +55,9 @@ class _Outside:
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-    number: Tensor | None  # of a Python number that torch wrapped, which is an argument like any other
+    number: (
+        Tensor | None
+    )  # of a Python number that torch wrapped, which is an argument like any other
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Outside:
