@@ -49,18 +49,18 @@ def _lora_embed(
 ):
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    slot = tl.load(slot_ptr + block)
-    if slot < 0:
-        return
-    header = site_header(headers_ptr, slot, slot_units, site)
-    rank = tl.multiple_of(tl.load(header + 1), 16)
-    if rank == 0:
-        return
-    scale = tl.load(header + 5).to(tl.float32, bitcast=True)
-    a_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(header), UNIT)
-    b_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(header + 6), UNIT)
-
+    # As in `lora_shrink`: all look-ups before the first branch, slot 0's for an unused block.
     row = tl.load(row_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    slot = tl.load(slot_ptr + block)
+    header = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site)
+    rank = tl.multiple_of(tl.load(header + 1), 16)
+    scale = tl.load(header + 5).to(tl.float32, bitcast=True)
+    a_unit, b_unit = tl.load(header), tl.load(header + 6)
+    if (slot < 0) | (rank == 0):
+        return
+    a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)
+    b_ptr = slot_weights(weights_ptr, slot, slot_units, b_unit, UNIT)
+
     is_row = row >= 0
     token = tl.load(token_ptr + row, mask=is_row, other=0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -93,20 +93,20 @@ def _lora_expand(
 ):
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    slot = tl.load(slot_ptr + block)
-    if slot < 0:
-        return
-    part, first, width, begin = find_slice(tile, width0, width1, width2, BLOCK_N)
-    record = site_header(headers_ptr, slot, slot_units, site) + 4 + part * 4
-    rank = tl.multiple_of(tl.load(record), 16)
-    if rank == 0:
-        return
-    scale = tl.load(record + 1).to(tl.float32, bitcast=True)
-    b_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(record + 2), UNIT)
-    h_begin = tl.multiple_of(tl.load(record + 3), 16)
-
     place = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    part, first, width, begin = find_slice(tile, width0, width1, width2, BLOCK_N)
+    # As in `lora_shrink`: all look-ups before the first branch, slot 0's for an unused block.
     row = tl.load(row_ptr + place)
+    slot = tl.load(slot_ptr + block)
+    record = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site) + 4 + part * 4
+    rank = tl.multiple_of(tl.load(record), 16)
+    scale = tl.load(record + 1).to(tl.float32, bitcast=True)
+    b_unit = tl.load(record + 2)
+    h_begin = tl.multiple_of(tl.load(record + 3), 16)
+    if (slot < 0) | (rank == 0):
+        return
+    b_ptr = slot_weights(weights_ptr, slot, slot_units, b_unit, UNIT)
+
     n = begin + tl.arange(0, BLOCK_N)
     is_output = n < width
     # Asked for before the sums, so that it arrives while they are made.

@@ -26,7 +26,7 @@ class LoraRoute:
     """
 
     row_P: Tensor  # int32, place -> row of x and y; -1: padding
-    slot_B: Tensor  # int32, block -> slot; -1: unused, its places are not read
+    slot_B: Tensor  # int32, block -> slot; -1: unused, whatever its places say
     num_blocks: int
     block_rows: int
 

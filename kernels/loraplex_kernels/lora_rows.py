@@ -63,15 +63,16 @@ def _lora_rows_shrink(
     tile = tl.program_id(0)
     place = tl.program_id(1)
     split = tl.program_id(2)
+    # As in `lora_shrink`: all look-ups before the first branch, slot 0's for an unused place.
+    row = tl.load(row_ptr + place)
     slot = tl.load(slot_ptr + place)
-    if slot < 0:
-        return
-    header = site_header(headers_ptr, slot, slot_units, site)
+    header = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site)
     rank = tl.multiple_of(tl.load(header + 1), 16)
-    if tile * BLOCK_R >= rank:
+    a_unit = tl.load(header)
+    if (slot < 0) | (tile * BLOCK_R >= rank):
         return
-    a_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(header), UNIT)
-    x_row = x_ptr + tl.load(row_ptr + place).to(tl.int64) * x_stride
+    a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)
+    x_row = x_ptr + row.to(tl.int64) * x_stride
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     is_rank = r < rank
     span = tl.cdiv(tl.cdiv(num_inputs, BLOCK_K), SPLIT_K) * BLOCK_K
@@ -115,17 +116,18 @@ def _lora_rows_expand(
 ):
     tile = tl.program_id(0)
     place = tl.program_id(1)
-    slot = tl.load(slot_ptr + place)
-    if slot < 0:
-        return
     part, first, width, begin = find_slice(tile, width0, width1, width2, BLOCK_N)
-    record = site_header(headers_ptr, slot, slot_units, site) + 4 + part * 4
+    row = tl.load(row_ptr + place)
+    slot = tl.load(slot_ptr + place)
+    record = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site) + 4 + part * 4
     rank = tl.multiple_of(tl.load(record), 16)
-    if rank == 0:
-        return
     scale = tl.load(record + 1).to(tl.float32, bitcast=True)
-    b_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(record + 2), UNIT)
-    h_row = h_ptr + place.to(tl.int64) * h_stride + tl.multiple_of(tl.load(record + 3), 16)
+    b_unit = tl.load(record + 2)
+    h_begin = tl.multiple_of(tl.load(record + 3), 16)
+    if (slot < 0) | (rank == 0):
+        return
+    b_ptr = slot_weights(weights_ptr, slot, slot_units, b_unit, UNIT)
+    h_row = h_ptr + place.to(tl.int64) * h_stride + h_begin
 
     n = begin + tl.arange(0, BLOCK_N)
     is_output = n < width
@@ -139,7 +141,7 @@ def _lora_rows_expand(
             h += tl.load(h_row + split * h_plane + r, mask=is_rank, other=0.0)
         b = tl.load(b_rows + r[None, :], mask=is_output[:, None] & is_rank[None, :], other=0.0)
         total += tl.sum(b.to(tl.float32) * h[None, :], axis=1)
-    at_y = y_ptr + tl.load(row_ptr + place).to(tl.int64) * y_stride + first + n
+    at_y = y_ptr + row.to(tl.int64) * y_stride + first + n
     y = tl.load(at_y, mask=is_output, other=0.0).to(tl.float32)
     tl.store(at_y, (y + total * scale).to(y_ptr.dtype.element_ty), mask=is_output)
 

@@ -56,17 +56,17 @@ def _lora_shrink(
     tile = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
-    slot = tl.load(slot_ptr + block)
-    if slot < 0:
-        return
-    header = site_header(headers_ptr, slot, slot_units, site)
-    rank = tl.multiple_of(tl.load(header + 1), 16)
-    if tile * BLOCK_R >= rank:
-        return
-    a_ptr = slot_weights(weights_ptr, slot, slot_units, tl.load(header), UNIT)
-
     place = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # All that is looked up is asked for before the first branch: each wait less is a round trip to memory less. An
+    # unused block reads slot 0's header, which is always there, and leaves.
     row = tl.load(row_ptr + place)
+    slot = tl.load(slot_ptr + block)
+    header = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site)
+    rank = tl.multiple_of(tl.load(header + 1), 16)
+    a_unit = tl.load(header)
+    if (slot < 0) | (tile * BLOCK_R >= rank):
+        return
+    a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)
     is_row = row >= 0
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     is_rank = r < rank
