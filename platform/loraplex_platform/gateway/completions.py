@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from loraplex_engine.protocol import Grammar, SamplingParams
+from loraplex_engine.protocol import SamplingParams
 from starlette.requests import ClientDisconnect
 
 from loraplex_platform.errors import ModelNotFoundError
@@ -58,12 +58,11 @@ from loraplex_platform.gateway.openai_schemas import (
 )
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
-from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.sampling import check_ids, sampling_params
+from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tokenization import too_long
-from loraplex_platform.gateway.tool_formats.tool_format import ToolFormat
-from loraplex_platform.gateway.tools import ToolPlan, plan_tools
+from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.ids import format_id
 from loraplex_platform.tenancy.authentication import Authenticated
 
@@ -83,8 +82,8 @@ async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
     """Answer a conversation with the model or adapter deployment named in `model`."""
-    parse = partial(_parse_chat, tool_format=gateway.tokenizer.tool_format)
-    body, messages, structure = await _parse(parse, await _read_body(request))
+    body, messages = await _parse(_parse_chat, await _read_body(request))
+    structure = await chat_structure(body, gateway.tokenizer.tool_format)
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
     tools = structure.tools
@@ -131,7 +130,8 @@ async def create_chat_completion(
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
     """Continue a raw prompt, given as text or as token ids."""
-    body, grammar = await _parse(_parse_completion, await _read_body(request))
+    body = await _parse(parse_completion, await _read_body(request))
+    structure = await completion_structure(body)
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
     if isinstance(body.prompt, str):
@@ -155,7 +155,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         endpoint="completions",
         body=body,
         prompt_ids=prompt_ids,
-        sampling=msgspec.structs.replace(sampling, grammar=grammar),
+        sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
         params=_params(body, "max_tokens"),
     )
     return await _run(
@@ -188,37 +188,9 @@ async def _parse(parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
     return await asyncio.to_thread(parse, body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Structure:
-    """What a chat answer must be."""
-
-    tools: ToolPlan | None
-    grammar: Grammar | None
-
-
-def _parse_chat(
-    body: bytes, tool_format: ToolFormat
-) -> tuple[ChatRequest, list[ChatMessage], _Structure]:
+def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
     request = parse_chat(body)
-    messages = chat_messages(request.messages)
-    output = output_grammar(request.response_format, request.structured_outputs)
-    if request.tools is None:
-        _refuse_without_tools(request)
-    tools = plan_tools(
-        request.tools, request.tool_choice, request.parallel_tool_calls, output, tool_format
-    )
-    return request, messages, _Structure(tools, output if tools is None else tools.grammar)
-
-
-def _refuse_without_tools(request: ChatRequest) -> None:
-    for name in ("tool_choice", "parallel_tool_calls"):
-        if getattr(request, name) is not None:
-            raise InvalidValueError(f"'{name}' is allowed only with 'tools'.", param=name)
-
-
-def _parse_completion(body: bytes) -> tuple[CompletionRequest, Grammar | None]:
-    request = parse_completion(body)
-    return request, output_grammar(None, request.structured_outputs)
+    return request, chat_messages(request.messages)
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:

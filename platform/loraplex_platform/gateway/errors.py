@@ -114,6 +114,19 @@ class GrammarRefusedError(InvalidRequestError):
     code = "grammar_invalid"
 
 
+class UncheckedGrammarError(InvalidRequestError):
+    """Our check of a schema or grammar crashed on it, which is in the log; the engine was not asked."""
+
+    code = "grammar_unchecked"
+
+    def __init__(self, param: str) -> None:
+        super().__init__(
+            f"'{param}' could not be checked, so the request was not run. The fault is ours and has been"
+            " recorded; a simpler schema may be followed.",
+            param=param,
+        )
+
+
 class NoTokenAllowedError(InvalidRequestError):
     """The request's own bans, filters and grammar left no token to choose; nothing is billed."""
 

@@ -16,9 +16,9 @@ from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
 
 from loraplex_platform.gateway.errors import InvalidValueError, MissingParameterError
 from loraplex_platform.gateway.schema_check import MAX_SCHEMA_BYTES, check_schema, followable
+from loraplex_platform.gateway.schema_patterns import MAX_REGEX_CHARS
 from loraplex_platform.gateway.structured_schemas import ResponseFormat, StructuredOutputs
 
-MAX_REGEX_CHARS: Final = 16 * 1024
 _NO_OBJECT: Final = ("json_object", False)
 _JSON_OBJECT: Final = Grammar(kind="json_object")
 

@@ -10,23 +10,29 @@ descriptions, examples) is ignored here too.
 from __future__ import annotations
 
 import copy
-import re
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
+from urllib.parse import unquote
 
 from loraplex_platform.gateway.errors import InvalidValueError, UnsupportedParameterError
-from loraplex_platform.gateway.schema_alternatives import Alternatives
+from loraplex_platform.gateway.schema_alternatives import Alternatives, TooManyStepsError
+from loraplex_platform.gateway.schema_patterns import fault_of
 from loraplex_platform.gateway.schema_values import find_wrong_value
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 8192
 MAX_SCHEMA_BYTES = 128 * 1024
+_TOO_HARD: Final = (
+    "it takes too long to tell whether its schemas exclude each other; let all of them require one property"
+    " with a constant of its own in each, or use 'anyOf'"
+)
 _MAX_PATH_CHARS = 300
+_MAX_NUMBER: Final = sys.float_info.max
 _NOT_EXCLUSIVE: Final = (
     "its schemas must exclude each other by type, by constants or by a required property; where a value"
     " may match several of them, use 'anyOf'"
 )
-_NO_LOOKING: Final = "look-around, word boundaries and back-references are not supported"
 
 # Keywords that constrain, and that no grammar here can enforce.
 UNSUPPORTED: Final = frozenset(
@@ -69,9 +75,6 @@ FORMATS: Final = frozenset(
         "uri",
     }
 )
-# In patterns: an escaped character or a class, to be passed over as one, and what opens a look-around.
-_PATTERN_PART: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?<?[=!]", re.DOTALL)
-_NOT_REGULAR: Final = re.compile(r"\(\?|\\[bBk1-9]")
 # Where a schema holds schemas: by name, in a list, or itself.
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -103,8 +106,7 @@ def check_schema(schema: object, param: str, *, is_strict: bool = True) -> None:
                 )
         wrong = find_wrong_value(place, schema, has_ids=has_ids)
         if wrong is not None:
-            name = f"{path[-_MAX_PATH_CHARS:]}.{wrong[0]}"
-            raise InvalidValueError(f"Invalid value for '{name}': {wrong[1]}.", param=name)
+            raise _wrong_value(path, *wrong)
         _check_values(place, path)
     _check_sense(schema, param)
 
@@ -115,7 +117,13 @@ def _check_sense(schema: object, param: str) -> None:
     for path, place in _schemas(schema, param):
         if not isinstance(place, dict):
             continue
-        if "oneOf" in place and not alternatives.exclude_each_other(place["oneOf"]):
+        if "oneOf" not in place:
+            continue
+        try:
+            is_exclusive = alternatives.exclude_each_other(place["oneOf"])
+        except TooManyStepsError:
+            raise _unsupported(path, "oneOf", _TOO_HARD) from None
+        if not is_exclusive:
             raise _unsupported(path, "oneOf", _NOT_EXCLUSIVE)
     impossible = alternatives.impossible_place(schema, param)
     if impossible is not None:
@@ -140,7 +148,9 @@ def followable(schema: Any, *, is_strict: bool = True) -> Any:  # noqa: ANN401 -
         return schema
     # A reference to what is in a `oneOf` must find it there.
     is_strict = is_strict and not any(
-        "/oneOf" in str(place.get("$ref", "")) for place in places if isinstance(place, dict)
+        "/oneOf" in unquote(str(place.get("$ref", "")))
+        for place in places
+        if isinstance(place, dict)
     )
     schema = copy.deepcopy(schema)
     for _, place in list(_schemas(schema, "")):
@@ -171,17 +181,14 @@ def _check_values(place: dict[str, Any], path: str) -> None:
     is_text = "string" in kind
     if is_text and "format" in place and place["format"] not in FORMATS:
         raise _unsupported(path, "format", f"supported are {', '.join(sorted(FORMATS))}")
-    pattern = place.get("pattern")
-    if pattern is not None and not _is_regular(pattern):
-        raise _unsupported(path, "pattern", _NO_LOOKING)
-    if not all(map(_is_regular, place.get("patternProperties", ()))):
-        raise _unsupported(path, "patternProperties", _NO_LOOKING)
-
-
-def _is_regular(pattern: str) -> bool:
-    """No look-around, word boundary or back-reference."""
-    parts = (match[0] for match in _PATTERN_PART.finditer(pattern))
-    return not any(_NOT_REGULAR.match(part) for part in parts)
+    patterns = [("pattern", place["pattern"])] if "pattern" in place else []
+    patterns += [("patternProperties", name) for name in place.get("patternProperties", ())]
+    for keyword, pattern in patterns:
+        fault = fault_of(pattern)
+        if fault is not None and fault[0] == "unsupported":
+            raise _unsupported(path, keyword, fault[1])
+        if fault is not None:
+            raise _wrong_value(path, keyword, fault[1])
 
 
 def _unsupported(path: str, keyword: str, reason: str) -> UnsupportedParameterError:
@@ -189,12 +196,19 @@ def _unsupported(path: str, keyword: str, reason: str) -> UnsupportedParameterEr
     return UnsupportedParameterError(f"'{name}': {reason}.", param=name)
 
 
+def _wrong_value(path: str, keyword: str, reason: str) -> InvalidValueError:
+    name = f"{path[-_MAX_PATH_CHARS:]}.{keyword}"
+    return InvalidValueError(f"Invalid value for '{name}': {reason}.", param=name)
+
+
 def _check_bounds(schema: object, param: str) -> None:
-    num_nodes = 0
+    """What any schema must keep to, before anything looks closer at it: its depth, size and numbers."""
+    num_nodes, num_chars = 0, 0
     left: list[tuple[object, int]] = [(schema, 1)]
     while left:
         place, depth = left.pop()
         num_nodes += 1
+        num_chars += len(place) if isinstance(place, str | dict | list) else 1
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidValueError(
                 f"'{param}' is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=param
@@ -204,9 +218,33 @@ def _check_bounds(schema: object, param: str) -> None:
                 f"'{param}' has more than {MAX_SCHEMA_NODES} values.", param=param
             )
         if isinstance(place, dict):
+            num_chars += sum(map(len, place))
             left += [(value, depth + 1) for value in place.values()]
         elif isinstance(place, list):
             left += [(value, depth + 1) for value in place]
+        elif isinstance(place, int | float) and not abs(place) <= _MAX_NUMBER:
+            raise InvalidValueError(
+                f"'{param}' holds a number that is too large: at most 1.79e308 can be followed.",
+                param=_number_path(schema, param),
+            )
+        if num_chars > MAX_SCHEMA_BYTES:  # the exact size is checked once it is written as JSON
+            raise InvalidValueError(
+                f"'{param}' is larger than {MAX_SCHEMA_BYTES} bytes.", param=param
+            )
+
+
+def _number_path(schema: object, param: str) -> str:
+    """Where the first number that is too large stands."""
+    left: list[tuple[str, object]] = [(param, schema)]
+    while left:
+        path, place = left.pop()
+        if isinstance(place, int | float) and not abs(place) <= _MAX_NUMBER:
+            return path[-_MAX_PATH_CHARS:]
+        if isinstance(place, dict):
+            left += [(f"{path}.{name[:64]}", value) for name, value in place.items()]
+        elif isinstance(place, list):
+            left += [(f"{path}[{i}]", value) for i, value in enumerate(place)]
+    return param
 
 
 def _schemas(schema: object, path: str) -> Iterator[tuple[str, Any]]:

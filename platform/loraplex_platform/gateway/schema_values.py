@@ -15,27 +15,28 @@ from loraplex_platform.gateway.schema_alternatives import resolve
 _TYPES: Final = frozenset(
     {"null", "boolean", "integer", "number", "string", "array", "object"},
 )
-_UNBALANCED: Final = "no regular expression: a bracket is not closed, or was not opened"
 _DRAFTS: Final = re.compile(
     r"https?://json-schema\.org/(draft-0[467]|draft/2019-09|draft/2020-12)/schema#?"
 )
 _Check = Callable[[Any], bool]
 # Beyond this the engine has no numbers for bounds.
 _MAX_BOUND: Final = 2.0**53
-# In a pattern: what is passed over as one, a class without classes in it, or a bracket.
-_PART: Final = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\\[])*+\]|[\[()]", re.DOTALL)
+# Counts: of a text's characters, where the engine counts in a regular expression, and of anything else.
+_MAX_LENGTH: Final = 2**32 - 1
+_MAX_COUNT: Final = 2**64 - 1
 
 
 def _is_number(value: Any) -> bool:  # noqa: ANN401 - JSON
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: Any) -> bool:  # noqa: ANN401 - JSON
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any, most: int) -> bool:  # noqa: ANN401 - JSON
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def _is_bound(value: Any) -> bool:  # noqa: ANN401 - JSON
-    return _is_number(value) and math.isfinite(value) and abs(value) <= _MAX_BOUND
+    # Compared, not converted: an integer of any length is compared exactly, NaN with nothing.
+    return _is_number(value) and abs(value) <= _MAX_BOUND
 
 
 def _is_type(value: Any) -> bool:  # noqa: ANN401 - JSON
@@ -55,7 +56,15 @@ def _is_draft(value: Any) -> bool:  # noqa: ANN401 - JSON
     return isinstance(value, str) and _DRAFTS.fullmatch(value) is not None
 
 
-_COUNT: Final = (_is_count, "a number from 0 on, without a fraction")
+_LENGTH: Final[tuple[_Check, str]] = (
+    lambda value: _is_count(value, _MAX_LENGTH),
+    "a number from 0 to 2^32-1, without a fraction",
+)
+_COUNT: Final[tuple[_Check, str]] = (
+    lambda value: _is_count(value, _MAX_COUNT),
+    "a number from 0 to 2^64-1, without a fraction",
+)
+_TEXT: Final[tuple[_Check, str]] = (lambda value: isinstance(value, str), "a text")
 _BOUND: Final = (_is_bound, "a number of at most 2^53")
 _SOME: Final = (_is_some, "a list that is not empty")
 _LIST: Final[tuple[_Check, str]] = (lambda value: isinstance(value, list), "a list")
@@ -75,24 +84,20 @@ _EXPECTED: Final[dict[str, tuple[_Check, str]]] = {
     "patternProperties": _OBJECT,
     "$schema": (_is_draft, "a draft of json-schema.org from 04 on"),
     "required": (_is_names, "a list of names"),
-    "pattern": (lambda value: isinstance(value, str), "a text"),
-    "$ref": (lambda value: isinstance(value, str), "a text"),
+    **dict.fromkeys(("pattern", "format", "$ref"), _TEXT),
     "minimum": _BOUND,
     "maximum": _BOUND,
     "exclusiveMinimum": _EXCLUSIVE,
     "exclusiveMaximum": _EXCLUSIVE,
     "multipleOf": (lambda value: _is_bound(value) and value != 0, "a number other than 0"),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        _COUNT,
-    ),
+    **dict.fromkeys(("minLength", "maxLength"), _LENGTH),
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
 }
-# Of a type that is the only one: the lower bound and the upper.
+# Of a type that is the only one: the lower count and the upper.
 _RANGES: Final = (
-    (("string",), "minLength", "maxLength"),
-    (("array",), "minItems", "maxItems"),
-    (("object",), "minProperties", "maxProperties"),
-    (("integer", "number"), "minimum", "maximum"),
+    ("string", "minLength", "maxLength"),
+    ("array", "minItems", "maxItems"),
+    ("object", "minProperties", "maxProperties"),
 )
 
 
@@ -115,37 +120,44 @@ def find_wrong_value(
     reference = place.get("$ref", "#")
     if reference.startswith("#/") and not has_ids and resolve(root, reference) is None:
         return "$ref", "it points at nothing in this schema"
-    return _wrong_pattern(place) or _unmatchable(place)
-
-
-def _wrong_pattern(place: dict[str, Any]) -> tuple[str, str] | None:
-    # Not Python's own compiler: its dialect is another, and its warnings quote the pattern.
-    if "pattern" in place and _is_unbalanced(place["pattern"]):
-        return "pattern", _UNBALANCED
-    if any(map(_is_unbalanced, place.get("patternProperties", ()))):
-        return "patternProperties", _UNBALANCED
-    return None
-
-
-def _is_unbalanced(pattern: str) -> bool:
-    """A bracket is not closed, or was not opened. False also where that is hard to tell."""
-    depth = 0
-    for match in _PART.finditer(pattern):
-        part = match[0]
-        if part == "[":
-            return "[" not in pattern[match.end() :] and "]" not in pattern[match.end() + 2 :]
-        depth += (part == "(") - (part == ")")
-        if depth < 0:
-            return True
-    return depth > 0
+    return _unmatchable(place)
 
 
 def _unmatchable(place: dict[str, Any]) -> tuple[str, str] | None:
     kind = place.get("type")
-    for kinds, low, high in _RANGES:
-        if kind in kinds and low in place and high in place and place[low] > place[high]:
+    kinds = set(kind) if isinstance(kind, list) else {kind}
+    for only, low, high in _RANGES:
+        if kinds == {only} and low in place and high in place and place[low] > place[high]:
             return low, f"greater than '{high}': nothing can match"
-    is_range = kind == "integer" and "minimum" in place and "maximum" in place
-    if is_range and math.ceil(place["minimum"]) > math.floor(place["maximum"]):
-        return "minimum", "no integer lies between it and 'maximum'"
+    if kinds <= {"integer", "number"}:
+        return _empty_interval(place, is_whole="number" not in kinds)
     return None
+
+
+def _empty_interval(place: dict[str, Any], *, is_whole: bool) -> tuple[str, str] | None:
+    lows, highs = (
+        _ends(place, "minimum", "exclusiveMinimum"),
+        _ends(place, "maximum", "exclusiveMaximum"),
+    )
+    if not lows or not highs:
+        return None
+    low, is_low_out, low_name = max(lows)
+    high, is_high_out, high_name = min(highs, key=lambda end: (end[0], not end[1]))
+    if low > high or (low == high and (is_low_out or is_high_out)):
+        return low_name, f"nothing lies between it and '{high_name}'"
+    if is_whole:
+        first = math.floor(low) + 1 if is_low_out else math.ceil(low)
+        last = math.ceil(high) - 1 if is_high_out else math.floor(high)
+        if first > last:
+            return low_name, f"no integer lies between it and '{high_name}'"
+    return None
+
+
+def _ends(place: dict[str, Any], name: str, exclusive: str) -> list[tuple[float, bool, str]]:
+    """Bounds on one side: the number, whether it lies outside, and the keyword."""
+    # Draft 4 says with a boolean whether the bound itself is out; later ones have two bounds.
+    is_out = place.get(exclusive, False)
+    if isinstance(is_out, bool):
+        return [(place[name], is_out, name)] if name in place else []
+    ends = [(is_out, True, exclusive)]
+    return [*ends, (place[name], False, name)] if name in place else ends

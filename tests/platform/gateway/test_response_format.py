@@ -11,7 +11,7 @@ from loraplex_engine.protocol import MAX_GRAMMAR_CHARS, Grammar
 from loraplex_engine.structured.errors import GrammarError
 from loraplex_engine.structured.tokenizer import native_matcher, open_tokenizer
 from loraplex_platform.errors import InvalidRequestError
-from loraplex_platform.gateway.response_format import MAX_REGEX_CHARS, output_grammar
+from loraplex_platform.gateway.response_format import output_grammar
 from loraplex_platform.gateway.schema_check import (
     FORMATS,
     MAX_SCHEMA_BYTES,
@@ -20,6 +20,7 @@ from loraplex_platform.gateway.schema_check import (
     UNSUPPORTED,
     check_schema,
 )
+from loraplex_platform.gateway.schema_patterns import MAX_REGEX_CHARS
 from loraplex_platform.gateway.structured_schemas import ResponseFormat, StructuredOutputs
 
 from tests.support.grammars import SCHEMAS, write_tokenizer
