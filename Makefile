@@ -7,6 +7,7 @@
 #                                                      index of CPU wheels ("Install" on pytorch.org shows
 #                                                      its address); it saves gigabytes on Linux
 #   make venv PIP_TORCH_ARGS="--find-links <dir>"      any other pip flags for that one download
+#   make gpu-check GPU_PYTHON=<path>                   the Python whose torch sees the GPU
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,6 +18,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
+GPU_PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PIP_TORCH_ARGS ?= $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL),)
 
@@ -51,8 +53,9 @@ lint: venv ## Check style, types and who imports whom
 bench: venv model ## Measure throughput beside transformers + PEFT (minutes; prints a table)
 	$(BIN)/python -m bench $(ARGS)
 
-gpu-check: venv ## Check and measure the kernels on a GPU, in five minutes; without one it says so and succeeds
-	$(BIN)/python -m bench.gpu_check $(ARGS)
+# No .venv: a machine with a GPU has its own torch, and often no network. It needs deploy/gpu-requirements.txt besides.
+gpu-check: ## Check and measure the kernels on a GPU, in five minutes; without one it says so and succeeds
+	@exec $(GPU_PYTHON) -m bench.gpu_check $(ARGS)
 
 venv: $(STAMP) ## Make .venv with everything at the versions of constraints.txt
 

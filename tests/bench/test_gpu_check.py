@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from loraplex_kernels import reference_attention
 
-from bench.gpu_check import command
+from bench.gpu_check import command, numerics
 from bench.gpu_check.command import Outcome, PartSpec
 from bench.gpu_check.figures import Figure, Recorder, format_table, read_figures
 
@@ -26,11 +28,51 @@ def rehearse(part: str, folder: Path) -> dict[str, Figure]:
 def test_numerics(tmp_path: Path) -> None:
     figures = rehearse("numerics", tmp_path)
 
-    assert {
+    kernels = (
         *("rms_norm", "gated", "head_norm", "gemm", "rope_kv kv", "paged_decode", "paged_prefill"),
-        *("lora few rows", "lora decode", "lora prefill", "sample greedy", "sample top_p"),
-    } <= figures.keys()
+        *("lora few rows", "lora decode", "lora prefill", "kv_blocks copy"),
+    )
+    assert {f"{kernel}, fast bf16" for kernel in kernels} <= figures.keys()
+    assert {"sample greedy", "sample top_p"} <= figures.keys()
     assert [figure for figure in figures.values() if not figure.holds] == []
+
+
+def test_a_row_of_small_numbers_is_held_to_as_much_as_its_neighbours() -> None:
+    right = torch.tensor([[100.0, -50.0], [0.01, 0.02]])
+    wrong = right + torch.tensor([[0.0, 0.0], [0.001, 0.0]])
+
+    assert numerics.row_error(right, right) == 0
+    assert numerics.row_error(wrong, right) == pytest.approx(0.05)
+    assert numerics.row_error(torch.full_like(right, torch.nan), right) == float("inf")
+
+
+def test_a_long_row_that_loses_its_last_key_is_out_of_tolerance() -> None:
+    heads, dim, lengths = 6, 64, (1, 300, 1000)
+    kv = torch.randn(2, 63, 2, 16, dim, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(3, heads * dim, generator=torch.Generator().manual_seed(1))
+    for length in lengths:
+        numerics.make_last_stand_out(kv[1, (length - 1) // 16, :, (length - 1) % 16], length)
+    tables = [torch.arange(63)] * 3
+
+    def attend(num_lost: int) -> torch.Tensor:
+        seen = [max(0, length - 1 - num_lost) for length in lengths]
+        return reference_attention.paged_attention(q, kv, tables, seen, num_heads=heads)
+
+    errors = [
+        numerics.row_error(attend(1)[row : row + 1], attend(0)[row : row + 1]) for row in (1, 2)
+    ]
+
+    assert min(errors) > 2 * numerics.TOLERANCES[torch.bfloat16]
+
+
+def test_what_only_moves_must_keep_every_bit(tmp_path: Path) -> None:
+    worst = numerics.Worst()
+    nan = torch.tensor([1.0, torch.nan])
+    worst.see("kv_blocks gather", nan, nan.clone())
+    worst.see("kv_blocks copy", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 2e-7]))
+    worst.record(Recorder("numerics", tmp_path / "figures"), "fast fp32")
+
+    assert [figure.holds for figure in read_figures(tmp_path / "figures")] == [True, False]
 
 
 def test_parity(tmp_path: Path) -> None:
@@ -142,9 +184,57 @@ def test_without_a_gpu_it_says_so_and_succeeds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "has_gpu", lambda: False)
+    monkeypatch.setattr(command, "gpu_files", list)
 
     assert command.main([]) == 0
-    assert "No CUDA device here" in capsys.readouterr().out
+    assert "No NVIDIA GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("imports", "said"),
+    [(("torch",), "sees no CUDA device"), (("torch", "no_such_wheel"), "lacking: no_such_wheel")],
+    ids=["torch-without-cuda", "a-wheel-lacks"],
+)
+def test_a_gpu_that_python_cannot_use_is_a_failure(
+    imports: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    monkeypatch.setattr(command, "gpu_files", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(command, "_IMPORTS", imports)
+
+    assert command.main([]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"/dev/nvidia0 is there, but {sys.executable} cannot use it: ")
+    assert said in told
+
+
+def test_make_gpu_check_installs_nothing_and_takes_the_python_that_is_named() -> None:
+    done = subprocess.run(
+        ["make", "-n", "gpu-check", "GPU_PYTHON=/opt/torch/bin/python", "ARGS=--only decode"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.split() == [
+        "exec",
+        "/opt/torch/bin/python",
+        "-m",
+        "bench.gpu_check",
+        "--only",
+        "decode",
+    ]
+
+
+def test_the_limits_of_the_parts_add_up_to_what_there_is() -> None:
+    untimed = max(part.limit_s for part in command.PARTS if not part.is_timed)
+    assert (
+        untimed + sum(part.limit_s for part in command.PARTS if part.is_timed) <= command._TOTAL_S
+    )
 
 
 def test_the_report_has_every_figure_its_target_and_every_problem(tmp_path: Path) -> None:
