@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.nasty_schemas import KEYWORDS, NASTY_VALUES
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -97,6 +99,7 @@ def make_request(draw: random.Random, target: Target) -> HostileRequest:
     kinds: list[tuple[int, Callable[[random.Random, Target], HostileRequest]]] = [
         (60, _nearly_right),
         (10, _damaged),
+        (10, _nasty_schema),
         (8, _not_json),
         (6, _large),
         (6, _wrong_place),
@@ -127,6 +130,26 @@ def _damaged(draw: random.Random, target: Target) -> HostileRequest:
             case _:
                 body[place:place] = body[max(0, place - 20) : place]
     return HostileRequest("POST", path, bytes(body), {"content-type": "application/json"})
+
+
+def _nasty_schema(draw: random.Random, target: Target) -> HostileRequest:
+    """A right document but for its schema, of which one to three keywords have any value at all."""
+    path, document = _document(draw, target, num_hostile=0)
+    for name in ("response_format", "structured_outputs", "tools", "tool_choice"):
+        document.pop(name, None)
+    schema = {name: draw.choice(NASTY_VALUES) for name in draw.sample(KEYWORDS, draw.randint(1, 3))}
+    if draw.random() < 0.5:
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    function = {"name": "f", "parameters": schema, "strict": draw.random() < 0.5}
+    wanted: list[dict[str, Any]] = [{"structured_outputs": {"json": schema}}]
+    if path == CHAT:
+        named = {"name": "a", "schema": schema}
+        wanted += [
+            {"response_format": {"type": "json_schema", "json_schema": named}},
+            {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+            {"tools": [{"type": "function", "function": function}]},
+        ]
+    return _as_json(path, document | draw.choice(wanted))
 
 
 def _not_json(draw: random.Random, target: Target) -> HostileRequest:

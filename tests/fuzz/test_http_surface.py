@@ -192,6 +192,8 @@ def _problem(answer: httpx.Response, tally: _Tally) -> str | None:
             return "a 503 that is not documented"
     elif status not in _REFUSALS:
         return "a status that is not documented for this"
+    if error["code"] == "grammar_unchecked":
+        return "a check of ours that crashed"
     if len(error["message"]) > 1_000:
         return "an answer as long as what was sent"
     return _problem_of_words(error)
