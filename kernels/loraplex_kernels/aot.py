@@ -121,11 +121,12 @@ def _show_progress(done: int, count: int) -> None:
 def _table(rows: Sequence[Built]) -> Iterator[str]:
     header = ("kernel", "arch", "dtype", "plan", "shape", "config", "regs", "shared", "spills")
     cells = [
-        (*header, "MB", "floor us", ""),
+        (*header, "wide", "narrow", "MB", "floor us", ""),
         *(
             (
                 *(row.kernel, row.arch, row.dtype, row.plan, row.shape, _describe(row.config)),
                 *(str(row.registers), str(row.shared_bytes), str(row.spills)),
+                *(str(row.wide), str(row.narrow)),
                 *(f"{row.bytes_moved / 1e6:.1f}", f"{row.floor_us:.1f}"),
                 "FAILED" if row.failures else "ok",
             )
@@ -135,7 +136,7 @@ def _table(rows: Sequence[Built]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(
-            cell.rjust(width) if 6 <= index <= 10 else cell.ljust(width)
+            cell.rjust(width) if 6 <= index <= 12 else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
 

@@ -1,7 +1,7 @@
 """Compiles one group of cases and looks at what came out: no GPU is needed, ptxas comes with Triton.
 
 Read from the build: registers and spills (cuobjdump on the cubin), shared memory (Triton's metadata), tensor-core
-instructions and 16-byte accesses (the PTX).
+instructions and the widths of accesses (the PTX).
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from loraplex_kernels.roofline import PEAKS
 from loraplex_kernels.support import ARCHITECTURES
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-# A 16-byte access to global memory, straight into registers or through cp.async into shared memory, or a
-# bulk copy, which is wider still.
-_WIDE_ACCESS = re.compile(
-    r"\b(?:ld|st)\.global[\w.:]*\.v4\.(?:b32|f32|u32)"
-    r"|\b(?:ld|st)\.global[\w.:]*\.v2\.(?:b64|f64|u64)"
-    r"|\b(?:ld|st)\.global[\w.:]*\.v8\.(?:b16|b32)"
-    r"|\bcp\.async\.c[ag]\.shared\.global[^;]*\b(?:0x10|16)\b"
-    r"|\bcp\.async\.bulk"
+# Accesses to global memory: (numbers of a vector, bits of each) straight into registers, and bytes through
+# cp.async into shared memory. A bulk copy is wider than any of them.
+_ACCESS = re.compile(r"\b(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
+_ASYNC_COPY = re.compile(
+    r"\bcp\.async\.c[ag]\.shared\.global[^;[]*\[[^]]*\]\s*,\s*\[[^]]*\]\s*,\s*(0x[0-9a-f]+|\d+)"
 )
+_BULK_COPY = re.compile(r"\bcp\.async\.bulk\.[\w.:]*global")
+_WIDE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,10 @@ class Built:
     registers: int
     shared_bytes: int
     spills: int  # bytes of a thread's stack and local memory
+    wide: int  # instructions that move 16 bytes a thread or more to or from global memory
+    narrow: (
+        int  # those that move fewer: look-ups, masks' edges, and operands whose alignment is lost
+    )
     bytes_moved: int
     flops: int
     floor_us: float
@@ -62,17 +65,19 @@ def build(group: Group) -> list[Built]:
     A compiler's refusal is a failure of the rows, not an exception.
     """
     first = group.cases[0]
-    registers = shared_bytes = spills = 0
+    registers = shared_bytes = spills = wide = narrow = 0
     failures: list[str] = []
     started_s = _cpu_s()
     try:
-        compiled = _compile(first, ARCHITECTURES[first.arch].capability)
+        compiled = compile_case(first)
     except Exception as error:  # noqa: BLE001 -- whatever the compiler raises is the finding
         failures.append(f"does not compile: {type(error).__name__}: {_last_line(error)}")
     else:
         shared_bytes = int(compiled.metadata.shared)
         registers, spills = _resources(compiled.asm["cubin"])
-        failures += _find_faults(first, compiled.asm["ptx"], shared_bytes, spills)
+        ptx = compiled.asm["ptx"]
+        wide, narrow = count_accesses(ptx)
+        failures += _find_faults(first, ptx, shared_bytes, spills, wide)
     cpu_s = _cpu_s() - started_s
     by_shape: dict[str, list[AotCase]] = {}
     for case in group.cases:
@@ -92,6 +97,8 @@ def build(group: Group) -> list[Built]:
             registers=registers,
             shared_bytes=shared_bytes,
             spills=spills,
+            wide=wide,
+            narrow=narrow,
             bytes_moved=cases[0].bytes_moved,
             flops=cases[0].flops,
             floor_us=PEAKS[first.arch].floor_us(
@@ -122,7 +129,12 @@ def _cpu_s() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def _compile(case: AotCase, capability: int) -> Any:  # noqa: ANN401 -- triton.compiler.CompiledKernel
+def compile_case(case: AotCase) -> Any:  # noqa: ANN401 -- triton.compiler.CompiledKernel
+    """What Triton makes of a case.
+
+    Raises:
+        ValueError: an argument of the function is in neither signature nor constexprs, or one that it has not.
+    """
     names: list[str] = case.fn.arg_names
     unknown = set(names) ^ {*case.signature, *case.constexprs}
     if unknown:
@@ -132,7 +144,7 @@ def _compile(case: AotCase, capability: int) -> Any:  # noqa: ANN401 -- triton.c
     source = ASTSource(
         fn=case.fn, signature=signature, constexprs=dict(case.constexprs), attrs=attributes
     )
-    target = GPUTarget("cuda", capability, 32)
+    target = GPUTarget("cuda", ARCHITECTURES[case.arch].capability, 32)
     return triton.compile(source, target=target, options=case.plan.options())
 
 
@@ -152,7 +164,15 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _find_faults(case: AotCase, ptx: str, shared_bytes: int, spills: int) -> list[str]:
+def count_accesses(ptx: str) -> tuple[int, int]:
+    """(of 16 bytes a thread or more, of fewer) to or from global memory, as they are written, loops once."""
+    sizes = [int(count or 1) * int(bits) // 8 for count, bits in _ACCESS.findall(ptx)]
+    sizes += [int(size, 0) for size in _ASYNC_COPY.findall(ptx)]
+    wide = sum(size >= _WIDE_BYTES for size in sizes)
+    return wide + len(_BULK_COPY.findall(ptx)), len(sizes) - wide
+
+
+def _find_faults(case: AotCase, ptx: str, shared_bytes: int, spills: int, wide: int) -> list[str]:
     support = ARCHITECTURES[case.arch]
     faults = []
     if shared_bytes > support.shared_bytes:
@@ -163,7 +183,7 @@ def _find_faults(case: AotCase, ptx: str, shared_bytes: int, spills: int) -> lis
         instruction = support.matrix_instruction(case.needs)
         if instruction not in ptx:
             faults.append(f"no {instruction} instruction")
-    if case.has_vector_loads and not _WIDE_ACCESS.search(ptx):
+    if case.has_vector_loads and not wide:
         faults.append("no 16-byte access to global memory")
     return faults
 

@@ -3,8 +3,9 @@
 A row's keys are cut into splits that different programs attend, so that few rows fill a GPU; a second launch
 combines the splits. The query heads that share a KV head are the rows of one matrix product.
 
-`fast`: as many splits as the batch leaves room for (NUM_SPLITS of the plan), each an equal part of the row; one
-split needs no second launch. `invariant`: splits of SPLIT_SIZE positions, aligned to position 0, PROGRAMS of them at
+`fast`: as many splits as the batch leaves room for (NUM_SPLITS of the plan), each an equal part of the row but not
+less than LEAST_PART keys: a short row is one split, a long one among many short ones still has several programs.
+`invariant`: splits of SPLIT_SIZE positions, aligned to position 0, PROGRAMS of them at
 a time; a split's sums and the order they are combined in follow from the row alone, whatever the batch.
 
 Grids depend on the number of entries and the plan only, never on lengths: a captured launch holds for any.
@@ -42,7 +43,12 @@ MAX_SPLITS = 64
 
 @triton.jit
 def _splits(
-    length, num_splits, BLOCK_N: tl.constexpr, SPLIT_SIZE: tl.constexpr, WINDOW: tl.constexpr
+    length,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """(origin, size, first, end): split s, first <= s < end, covers origin + s * size and `size` positions."""
     begin = 0
@@ -51,7 +57,8 @@ def _splits(
     if SPLIT_SIZE > 0:
         return 0, SPLIT_SIZE, begin // SPLIT_SIZE, tl.cdiv(length, SPLIT_SIZE)
     origin = begin // BLOCK_N * BLOCK_N
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N), 1) * BLOCK_N
+    least = tl.cdiv(LEAST_PART, BLOCK_N)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N), least) * BLOCK_N
     return origin, size, 0, tl.cdiv(length - origin, size)
 
 
@@ -63,11 +70,9 @@ def _paged_decode(
     scale_ptr,
     entry_ptr,
     table_ptr,
-    out_ptr,
     total_ptr,
     stat_ptr,
     q_stride,
-    out_stride,
     plane_rows,
     num_splits,
     num_planes,
@@ -79,8 +84,8 @@ def _paged_decode(
     BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST_PART: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    IS_DIRECT: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -98,13 +103,8 @@ def _paged_decode(
     column = (kv_head * GROUP + head)[:, None] * HEAD_DIM + width[None, :]
     q = tl.load(q_ptr + out_row * q_stride + column, mask=mask, other=0.0)
 
-    origin, size, first, end = _splits(length, num_splits, BLOCK_N, SPLIT_SIZE, WINDOW)
-    if IS_DIRECT:
-        # The whole row is one split, also where it is empty: a padding row gets its zeros.
-        first_own, end_own, step = 0, 1, 1
-    else:
-        first_own, end_own, step = first + tl.program_id(2), end, tl.num_programs(2)
-    for split in range(first_own, end_own, step):
+    origin, size, first, end = _splits(length, num_splits, BLOCK_N, LEAST_PART, SPLIT_SIZE, WINDOW)
+    for split in range(first + tl.program_id(2), end, tl.num_programs(2)):
         top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_H,), tl.float32)
         total = tl.zeros((BLOCK_H, PAD_DIM), tl.float32)
@@ -134,16 +134,11 @@ def _paged_decode(
                 True,
                 SOFT_CAP,
             )
-        if IS_DIRECT:
-            mean = tl.where(weight[:, None] == 0.0, 0.0, total / weight[:, None])
-            at = out_ptr + out_row * out_stride + column
-            tl.store(at, mean.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            of_head = entry.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + head
-            plane = of_head * num_planes + split
-            tl.store(stat_ptr + plane * 2, top, mask=is_head)
-            tl.store(stat_ptr + plane * 2 + 1, weight, mask=is_head)
-            tl.store(total_ptr + plane[:, None] * HEAD_DIM + width[None, :], total, mask=mask)
+        of_head = entry.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + head
+        plane = of_head * num_planes + split
+        tl.store(stat_ptr + plane * 2, top, mask=is_head)
+        tl.store(stat_ptr + plane * 2 + 1, weight, mask=is_head)
+        tl.store(total_ptr + plane[:, None] * HEAD_DIM + width[None, :], total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_planes"])
@@ -159,6 +154,7 @@ def _paged_decode_combine(
     PAD_DIM: tl.constexpr,
     PAD_PLANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST_PART: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -166,7 +162,9 @@ def _paged_decode_combine(
     head = tl.program_id(1)
     out_row = tl.load(entry_ptr + entry * 4).to(tl.int64)
     length = tl.load(entry_ptr + entry * 4 + 1)
-    _origin, _size, first, end = _splits(length, num_splits, BLOCK_N, SPLIT_SIZE, WINDOW)
+    _origin, _size, first, end = _splits(
+        length, num_splits, BLOCK_N, LEAST_PART, SPLIT_SIZE, WINDOW
+    )
 
     split = tl.arange(0, PAD_PLANES)
     width = tl.arange(0, PAD_DIM)
@@ -194,7 +192,7 @@ def _paged_decode_combine(
 class Splitting:
     """How a plan cuts rows; the same for every entry of a launch."""
 
-    num_planes: int  # per (entry, head) in the workspace; 0: no second launch
+    num_planes: int  # per (entry, head) in the workspace
     num_splits: int  # fast: parts of a row; invariant: 0
     split_size: int  # invariant: positions of a split; fast: 0
     programs: int  # that share a (row, kv head)
@@ -203,12 +201,13 @@ class Splitting:
     def of(cls, plan: Plan, max_length: int) -> Splitting:
         """For rows of at most `max_length` keys.
 
-        A plan has NUM_SPLITS, or SPLIT_SIZE and PROGRAMS; SPLIT_SIZE is doubled until `MAX_SPLITS` are enough.
+        A plan has NUM_SPLITS and LEAST_PART, or SPLIT_SIZE and PROGRAMS; SPLIT_SIZE is doubled until
+        `MAX_SPLITS` are enough.
         """
         size = plan.config.get("SPLIT_SIZE", 0)
         if not size:
             num_splits = min(plan.config["NUM_SPLITS"], MAX_SPLITS)
-            return cls(num_splits if num_splits > 1 else 0, num_splits, 0, num_splits)
+            return cls(num_splits, num_splits, 0, num_splits)
         while size * MAX_SPLITS < max_length:
             size *= 2
         num_planes = max(1, ceil_div(max_length, size))
@@ -282,17 +281,15 @@ def paged_decode(
         window=window,
         soft_cap=soft_cap,
     )
-    _paged_decode[(num_entries, num_kv_heads, max(1, splitting.programs))](
+    _paged_decode[(num_entries, num_kv_heads, splitting.programs)](
         q_TC,
         kv,
         kv if scale is None else scale,
         entry_E4,
         table,
-        out_TW,
         total,
         stat,
         q_TC.stride(0),
-        out_TW.stride(0),
         num_blocks * num_kv_heads * block_size,
         splitting.num_splits,
         splitting.num_planes,
@@ -300,18 +297,17 @@ def paged_decode(
         **constants,
         **plan.options(),
     )
-    if splitting.num_planes:
-        _paged_decode_combine[(num_entries, num_heads)](
-            entry_E4,
-            total,
-            stat,
-            out_TW,
-            out_TW.stride(0),
-            splitting.num_splits,
-            splitting.num_planes,
-            **_combine_constants(constants, splitting),
-            **_combine_plan(plan).options(),
-        )
+    _paged_decode_combine[(num_entries, num_heads)](
+        entry_E4,
+        total,
+        stat,
+        out_TW,
+        out_TW.stride(0),
+        splitting.num_splits,
+        splitting.num_planes,
+        **_combine_constants(constants, splitting),
+        **_combine_plan(plan).options(),
+    )
     return out_TW
 
 
@@ -337,8 +333,8 @@ def _constants(
         "BLOCK_H": max(16, next_power_of_2(group)),
         "BLOCK_SIZE": block_size,
         "BLOCK_N": plan.config["BLOCK_N"],
+        "LEAST_PART": 0 if splitting.split_size else plan.config["LEAST_PART"],
         "SPLIT_SIZE": splitting.split_size,
-        "IS_DIRECT": splitting.num_planes == 0,
         "IS_QUANTIZED": is_quantized,
         "WINDOW": window or 0,
         "SOFT_CAP": soft_cap or 0.0,
@@ -348,7 +344,7 @@ def _constants(
 def _combine_constants(
     constants: Mapping[str, int | float | bool], splitting: Splitting
 ) -> dict[str, int | float | bool]:
-    shared = ("HEAD_DIM", "PAD_DIM", "BLOCK_N", "SPLIT_SIZE", "WINDOW")
+    shared = ("HEAD_DIM", "PAD_DIM", "BLOCK_N", "LEAST_PART", "SPLIT_SIZE", "WINDOW")
     return {
         "PAD_PLANES": next_power_of_2(splitting.num_planes),
         **{name: constants[name] for name in shared},
@@ -385,7 +381,9 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
         if is_quantized and has_most and support.allows("fp8"):
             yield _case(entry.plan, support, dtype, "fp8", rows=rows)
     plain = [entry.plan for entry in entries if not entry.when.dtype and not entry.when.max_k]
-    yield _combine_case(plain[0], support)
+    # The most splits and the fewest.
+    for plan in (plain[0], plain[-1]):
+        yield _combine_case(plan, support)
     if table.column == "invariant":
         yield _case(plain[-1], support, "bf16", "bf16", rows=2048, window=4096, soft_cap=50.0)
 
@@ -416,11 +414,9 @@ def _case(
             "scale_ptr": "*fp32" if scale_bytes else f"*{triton_type(kv_dtype)}",
             "entry_ptr": "*i32",
             "table_ptr": "*i32",
-            "out_ptr": pointer,
             "total_ptr": "*fp32",
             "stat_ptr": "*fp32",
             "q_stride": "i32",
-            "out_stride": "i32",
             "plane_rows": "i32",
             "num_splits": "i32",
             "num_planes": "i32",
@@ -438,8 +434,8 @@ def _case(
             soft_cap=soft_cap,
         ),
         divisible_by_16=(
-            *("q_ptr", "kv_ptr", "scale_ptr", "entry_ptr", "table_ptr", "out_ptr", "total_ptr"),
-            *("stat_ptr", "q_stride", "out_stride", "plane_rows"),
+            *("q_ptr", "kv_ptr", "scale_ptr", "entry_ptr", "table_ptr", "total_ptr"),
+            *("stat_ptr", "q_stride", "plane_rows"),
         ),
         plan=plan,
         arch=support.name,

@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 import triton
 from loraplex_kernels import aot, aot_baseline
-from loraplex_kernels.aot_build import Built
+from loraplex_kernels.aot_build import Built, count_accesses
 from loraplex_kernels.aot_registry import find_groups
 from loraplex_kernels.plans import PLANS_FOLDER
 from loraplex_kernels.support import ARCHITECTURES
 
+from tests.support.aot_accesses import Accesses
 from tests.support.aot_samples import SAMPLES
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {path.stem for path in PLANS_FOLDER.glob("*/*.json")}
 FIELDS = {
     *("kernel", "arch", "dtype", "plan", "config", "shape", "registers", "shared_bytes", "spills"),
+    *("wide", "narrow"),
     *("bytes_moved", "flops", "floor_us", "cpu_s", "failures"),
 }
 
@@ -69,6 +71,45 @@ def test_each_fault_is_found() -> None:
     assert "shared memory, 101376 is the limit" in failures["too much shared memory"]
     assert "do not match the function: ['count']" in failures["argument forgotten"]
     assert "fp8e4nv not supported" in failures["no such type"]
+
+
+def test_an_operand_that_loses_its_alignment_and_a_look_up_that_waits_are_found(
+    tmp_path: Path,
+) -> None:
+    done = run("tests.support.aot_accesses")
+
+    assert done.returncode == 0, done.stderr
+    found: Accesses = json.loads(done.stdout)
+    path = tmp_path / "baseline.json"
+    for kernel, row in found["aligned"].items():
+        sound, lost = Built(**row), Built(**found["unaligned"][kernel])
+        aot_baseline.write([sound], path)
+        assert sound.failures == lost.failures == []
+        assert sound.wide > 0
+        assert compare([sound], path) == []
+        assert any("narrow" in line for line in compare([lost], path)), kernel
+    # Rows and slot, rank and place of A; for an expand also B's, where h begins, and the scale.
+    loads = found["loads_before_branch"]
+    assert min(loads["lora_shrink"], loads["lora_rows_shrink"]) >= 4
+    assert min(loads["lora_expand"], loads["lora_rows_expand"], loads["lora_embed"]) >= 6
+
+
+def test_accesses_are_counted_by_their_width() -> None:
+    wide = """
+        ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        @%p1 st.global.L1::evict_first.v2.b64 [ %rd1 + 0 ], { %rd2, %rd3 };
+        cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+        cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier [%r1], [%rd1, {%r2, %r3}], [%r4];
+    """
+    narrow = """
+        ld.global.b16 { %rs1 }, [ %rd1 + 0 ];
+        ld.global.v4.b16 { %rs1, %rs2, %rs3, %rs4 }, [ %rd1 + 0 ];
+        st.global.v2.b32 [ %rd1 + 0 ], { %r1, %r2 };
+        cp.async.ca.shared.global [ %r1 + 16 ], [ %rd1 + 16 ], 0x4, %r2;
+        ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r9 ];
+    """
+    assert count_accesses(wide) == (4, 0)
+    assert count_accesses(narrow) == (0, 4)
 
 
 def test_wrong_use_is_refused(
@@ -151,6 +192,8 @@ ROW = Built(
     registers=40,
     shared_bytes=1024,
     spills=0,
+    wide=2,
+    narrow=3,
     bytes_moved=1,
     flops=1,
     floor_us=1.0,
@@ -172,6 +215,8 @@ def test_a_build_may_cost_few_registers_more_and_nothing_else(tmp_path: Path) ->
     assert "registers 40 -> 49" in compare([replace(ROW, registers=49)], path)[0]
     assert "shared_bytes 1024 -> 1025" in compare([replace(ROW, shared_bytes=1025)], path)[0]
     assert "spills 0 -> 4" in compare([replace(ROW, spills=4)], path)[0]
+    assert "narrow 3 -> 4" in compare([replace(ROW, narrow=4)], path)[0]
+    assert compare([replace(ROW, narrow=2, wide=1)], path) == []
 
 
 def test_a_build_that_comes_or_goes_needs_a_new_baseline(tmp_path: Path) -> None:

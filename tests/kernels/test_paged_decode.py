@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loraplex_kernels.paged_decode import MAX_SPLITS, Splitting, paged_decode
-from loraplex_kernels.plans import Plan
+from loraplex_kernels.plans import Plan, open_plans
 from loraplex_kernels.reference_attention import paged_attention
+from loraplex_kernels.support import ARCHITECTURES
 from torch import Tensor
 
 from tests.support.kernel_inputs import normal
 from tests.support.paged_cache import PagedCache, paged_cache
 
 # Small tiles: the interpreter's time is the number of tiles, and borders are what can go wrong.
-DIRECT = Plan({"BLOCK_N": 16, "NUM_SPLITS": 1}, 4, 1, "test")
-SPLIT = Plan({"BLOCK_N": 16, "NUM_SPLITS": 3}, 4, 1, "test")
+SPLIT = Plan({"BLOCK_N": 16, "NUM_SPLITS": 3, "LEAST_PART": 32}, 4, 1, "test")
 INVARIANT = Plan({"BLOCK_N": 16, "SPLIT_SIZE": 32, "PROGRAMS": 2}, 4, 1, "test")
-PLANS = {"direct": DIRECT, "split": SPLIT, "invariant": INVARIANT}
+PLANS = {"split": SPLIT, "invariant": INVARIANT}
 # Against fp64 with the same rounded inputs: shares are rounded to the dtype before the second product.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 QUANTIZED = [torch.int8, torch.float8_e4m3fn]
@@ -34,6 +34,7 @@ def decode(
     *,
     num_heads: int,
     rows: list[int] | None = None,
+    workspace: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
     """One query for each sequence; outputs and workspace start as NaN."""
@@ -49,14 +50,16 @@ def decode(
     )
     head_dim = cache.kv.shape[4]
     max_length = max(*cache.lengths, 1)
-    size = Splitting.of(plan, max_length).workspace_size(count, num_heads, head_dim)
+    if workspace is None:
+        size = Splitting.of(plan, max_length).workspace_size(count, num_heads, head_dim)
+        workspace = torch.full((size,), torch.nan, device=q.device)
     return paged_decode(
         q,
         cache.kv,
         entry,
         cache.table,
         torch.full((len(q), num_heads * head_dim), torch.nan, dtype=q.dtype, device=q.device),
-        torch.full((size,), torch.nan, device=q.device),
+        workspace,
         plan,
         num_heads=num_heads,
         max_length=max_length,
@@ -242,8 +245,38 @@ def test_invariant_splits_follow_the_longest_row_there_may_be() -> None:
     assert Splitting.of(INVARIANT, 100) == Splitting(4, 0, 32, 2)
     assert Splitting.of(INVARIANT, 32 * MAX_SPLITS) == Splitting(MAX_SPLITS, 0, 32, 2)
     assert Splitting.of(INVARIANT, 32 * MAX_SPLITS + 1) == Splitting(33, 0, 64, 2)
-    assert Splitting.of(DIRECT, 10**6) == Splitting(0, 1, 0, 1)
     assert Splitting.of(SPLIT, 10**6).workspace_size(2, 4, 64) == 2 * 4 * 3 * 66
+
+
+def test_a_short_row_is_one_split_and_a_long_one_has_all(device: torch.device) -> None:
+    """What a split did not write stays NaN in its planes."""
+    cache = paged_cache(
+        [20, 32, 33, 150],
+        num_kv_heads=1,
+        head_dim=16,
+        block_size=8,
+        dtype=torch.float32,
+        device=device,
+    )
+    workspace = torch.full((4 * 3 * 18,), torch.nan, device=device)
+    q = normal((4, 16), torch.float32, device)
+
+    out = decode(q, cache, SPLIT, num_heads=1, workspace=workspace)
+
+    is_written = ~workspace[: 4 * 3 * 16].view(4, 3, 16).isnan().any(2)
+    assert is_written.sum(1).tolist() == [1, 1, 2, 3]
+    assert_near(out, expected(q, cache, num_heads=1), torch.float32)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_plan_leaves_a_long_row_to_one_program(arch: str) -> None:
+    """However many rows are beside it: 32k keys are at most 8k in a row, and 512 keys are no more than a part."""
+    for entry in open_plans(arch, "fast").entries("paged_decode"):
+        config = entry.plan.config
+        assert Splitting.of(entry.plan, 32768).programs >= 4
+        if entry.when.dtype is None and entry.when.max_tokens is None:
+            assert config["LEAST_PART"] == 512
+        assert config["LEAST_PART"] % config["BLOCK_N"] == 0
 
 
 @pytest.mark.parametrize(
