@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
@@ -119,12 +119,22 @@ _PROMPTS = st.lists(_IDS, min_size=1, max_size=20) | st.lists(
 )
 
 
+# Its first token is 3, and then nothing is left.
+_STUCK: dict[str, Any] = {
+    "max_tokens": 4,
+    "allowed_token_ids": (3,),
+    "bad_words_token_ids": ((3, 3),),
+    "ignore_eos": True,
+}
+
+
 def test_what_is_admitted_never_raises_in_the_loop(model_dir: Path) -> None:
     seen: Counter[str] = Counter()
     core = _core(model_dir)
 
     @settings(max_examples=100, deadline=None, derandomize=True)
     @given(prompt=_PROMPTS, both=st.tuples(_SAMPLING, _SAMPLING))
+    @example(prompt=[1], both=(_STUCK, {"max_tokens": 4}))
     def run_two(prompt: list[int], both: tuple[dict[str, Any], ...]) -> None:
         admitted: dict[str, Generate] = {}
         for fields in both:
