@@ -48,6 +48,7 @@ class PassWork:
     slot_T: Int32Array  # adapter slot; -1: base
     num_computed_B: Int32Array
     num_scheduled_B: Int32Array
+    num_prompt_B: Int32Array
     block_table_BM: Int32Array
     sampled_R: Int64Array  # which tokens are sampled
     unsampled_U: Int64Array  # the last tokens of sequences that are not
@@ -61,6 +62,11 @@ class PassWork:
     def is_decode(self) -> bool:
         """Whether every sequence has one token, and samples it."""
         return self.is_one_each and len(self.token_T) == len(self.sampled_R)
+
+    @property
+    def is_past_prompts(self) -> bool:
+        """Whether every token was sampled, or guessed."""
+        return bool((self.num_computed_B >= self.num_prompt_B).all())
 
 
 class PassOutput(NamedTuple):
@@ -146,11 +152,19 @@ class ForwardPass:
         """Write down what the step takes; `Inputs.wait` comes before, `Inputs.flush` after."""
         num_tokens = len(work.token_T)
         bucket = None
-        if self.graphs is not None and work.is_decode:
+        # The end of a prompt may come as one token, too; recordings do not have a prompt's routine.
+        has_prompt = self.attention.splits_prompts and not work.is_past_prompts
+        if self.graphs is not None and work.is_decode and not has_prompt:
             bucket = self.graphs.pad(num_tokens)
         num_rows = bucket or self.model.rows_for(num_tokens)
         plan = self.attention.prepare(
-            AttentionBatch(work.num_computed_B, work.num_scheduled_B, work.block_table_BM, num_rows)
+            AttentionBatch(
+                work.num_computed_B,
+                work.num_scheduled_B,
+                work.block_table_BM,
+                num_rows,
+                work.num_prompt_B,
+            )
         )
         lora_batch = self._prepare_lora(work.slot_T, num_rows)
         key = None if bucket is None else GraphKey(bucket, self._active_bucket(lora_batch))
@@ -237,8 +251,19 @@ class ForwardPass:
             assert isinstance(self._lora, CapturableLora)
             lora_batch = self._lora.capture_batch(num_rows, key.num_adapters)
         zeros = np.zeros(num_rows, np.int64)
+        nobody = PassWork(
+            token_T=_NO_ROWS,
+            position_T=_NO_ROWS,
+            slot_T=_NOBODY,
+            num_computed_B=_NOBODY,
+            num_scheduled_B=_NOBODY,
+            num_prompt_B=_NOBODY,
+            block_table_BM=no_table,
+            sampled_R=_NO_ROWS,
+            unsampled_U=_NO_ROWS,
+        )
         step = _Prepared(
-            PassWork(_NO_ROWS, _NO_ROWS, _NOBODY, _NOBODY, _NOBODY, no_table, _NO_ROWS, _NO_ROWS),
+            nobody,
             num_rows,
             plan,
             lora_batch,

@@ -229,20 +229,24 @@ def _check_attention(
     table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     width = shape.q_size + 2 * shape.kv_size
 
-    def prepare(computed: list[int], scheduled: list[int]) -> tuple[Any, int]:
+    def prepare(computed: list[int], scheduled: list[int], num_prompt: int) -> tuple[Any, int]:
         tables = np.broadcast_to(table, (len(computed), num_blocks))
         num_rows = runner.model.rows_for(sum(scheduled))
         runner.inputs.wait()
         plan = attention.prepare(
             AttentionBatch(
-                np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), tables, num_rows
+                np.asarray(computed, np.int32),
+                np.asarray(scheduled, np.int32),
+                tables,
+                num_rows,
+                np.full(len(computed), num_prompt, np.int32),
             )
         )
         runner.inputs.flush()
         return plan, num_rows
 
-    def attend(q_TC: Tensor, computed: list[int], scheduled: list[int]) -> Tensor:
-        plan, num_rows = prepare(computed, scheduled)
+    def attend(q_TC: Tensor, computed: list[int], scheduled: list[int], num_prompt: int) -> Tensor:
+        plan, num_rows = prepare(computed, scheduled, num_prompt)
         qkv_TC = q_TC.new_zeros(num_rows, width)
         qkv_TC[: len(q_TC), : shape.q_size] = q_TC
         return attention.forward(qkv_TC, kv, plan)[: len(q_TC)]
@@ -250,7 +254,7 @@ def _check_attention(
     count = min(max(row_counts), context)
     # In pieces: a backend has room for no more rows than a step has.
     for start in range(0, context, count):
-        plan, num_rows = prepare([start], [min(count, context - start)])
+        plan, num_rows = prepare([start], [min(count, context - start)], context)
         keys_values = draw(num_rows, 2 * shape.kv_size)
         qkv_TC = torch.cat((keys_values.new_zeros(num_rows, shape.q_size), keys_values), dim=1)
         # Unrotated: random keys are as good as rotated random keys.
@@ -262,21 +266,30 @@ def _check_attention(
     run = list(range(first, first + count))
     spread = np.linspace(0, context - 1, count).astype(int).tolist()
     counts = [rows for rows in row_counts if rows <= count]
-    across = f" {_ACROSS}" if _has_phases(runner) else ""
-    for name, positions in (("chunk", run), ("batch", spread)):
+    splits = attention.splits_prompts
+    across = f" {_ACROSS}" if _has_phases(runner) and not splits else ""
+    trials = [("chunk", run, context), ("batch", spread, 0)]
+    if splits:
+        # Of a prompt one at a time, as where prompts end; and guesses, one sequence's several at once.
+        trials += [("batch of prompts", spread, context), ("drafts", run, 0)]
+    for name, positions, num_prompt in trials:
         alone = torch.cat(
-            [attend(q_TC[i : i + 1], [position], [1]) for i, position in enumerate(positions)]
+            [
+                attend(q_TC[i : i + 1], [position], [1], num_prompt)
+                for i, position in enumerate(positions)
+            ]
         )
-        whole = attend(q_TC, [first], [count]) if across and name == "chunk" else alone
+        is_chunk = positions is run
+        whole = attend(q_TC, [first], [count], num_prompt) if across and is_chunk else alone
         for rows in counts:
-            if name == "chunk":
-                out = attend(q_TC[:rows], [first], [rows])
+            if is_chunk:
+                out = attend(q_TC[:rows], [first], [rows], num_prompt)
                 if across and rows > 1:
-                    yield f"attention chunk of {rows}", _same_bits(out, whole[:rows])
-                yield f"attention chunk of {rows}{across}", _same_bits(out, alone[:rows])
+                    yield f"attention {name} of {rows}", _same_bits(out, whole[:rows])
+                yield f"attention {name} of {rows}{across}", _same_bits(out, alone[:rows])
             else:
-                out = attend(q_TC[:rows], positions[:rows], [1] * rows)
-                yield f"attention batch of {rows}", _same_bits(out, alone[:rows])
+                out = attend(q_TC[:rows], positions[:rows], [1] * rows, num_prompt)
+                yield f"attention {name} of {rows}", _same_bits(out, alone[:rows])
 
 
 def _has_phases(runner: ModelRunner) -> bool:

@@ -87,7 +87,7 @@ class ModelRunner:
         # One place more than the context: the last sampled token is stored though never computed.
         self._token_ids = np.zeros((rows, limits.max_model_len + 1), np.int64)
         self._num_known = np.zeros(rows, np.int64)
-        self._num_prompt = np.zeros(rows, np.int64)
+        self._num_prompt = np.zeros(rows, np.int32)
         self._block_table = np.zeros((rows, blocks), np.int32)
         self._adapter_slot = np.full(rows, _NO_SLOT, np.int32)
         self._params: list[SamplingParams | None] = [None] * rows
@@ -173,6 +173,7 @@ class ModelRunner:
                 slot_T=self._adapter_slot[row_T],
                 num_computed_B=computed,
                 num_scheduled_B=scheduled,
+                num_prompt_B=self._num_prompt[rows],
                 block_table_BM=self._block_table[rows],
                 sampled_R=places.token_R,
                 unsampled_U=last_B[~step.samples_B].astype(np.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,40 @@ def test_decoding_rows_beside_a_chunk_have_the_bits_they_have_without_it() -> No
 
     assert torch.equal(first, alone[0])
     assert torch.equal(second, alone[1])
+
+
+def test_under_invariant_plans_the_position_decides_whatever_shares_the_step() -> None:
+    """Prompts in one piece or many, ending in one token; later tokens alone, as drafts, or computed again."""
+    sequences = Sequences(StagedTriton(SHAPE), SHAPE, [44, 18])
+    prompt = 40
+    whole = sequences.run([(0, 0, prompt)], num_prompt=prompt)[0]
+    later = [sequences.run([(0, p, p + 1)], num_prompt=prompt)[0] for p in range(prompt, 44)]
+    expected = torch.cat([whole, *later])
+
+    for cuts in ([0, 39, 40, 44], [0, 36, 38, 44]):
+        sequences.reset(seed=len(cuts))
+        sequences.run([(1, 0, 17)], num_prompt=prompt)
+        # Beside another sequence: of its prompt's end, too.
+        pieces = [
+            sequences.run([(1, 17, 18), (0, start, stop)], num_prompt=prompt)[1]
+            for start, stop in itertools.pairwise(cuts)
+        ]
+        assert torch.equal(torch.cat(pieces), expected), cuts
+    # What is kept apart here does differ: else nothing would be shown.
+    alone = sequences.run([(0, prompt - 1, prompt)], num_prompt=prompt - 1)[0]
+    assert not torch.equal(alone, expected[prompt - 1 : prompt])
+
+
+def test_more_tokens_one_by_one_than_the_workspace_has_room_for() -> None:
+    """They are launched in turns, and the padding is zero all the same."""
+    backend = StagedTriton(SHAPE)
+    backend._max_entries = 4
+    sequences = Sequences(backend, SHAPE, [10])
+
+    output = sequences.run([(0, 0, 10)], num_prompt=0)[0]
+
+    torch.testing.assert_close(output.double(), sequences.dense(0), atol=2e-5, rtol=2e-5)
+    assert torch.equal(sequences.run([(0, 9, 10)], num_prompt=0)[0], output[9:])
 
 
 def test_padding_has_no_place_and_comes_out_as_zero() -> None:

@@ -86,19 +86,26 @@ class Sequences:
         self.table = blocks[: width * len(self.lengths)].reshape(len(self.lengths), width)
 
     def run(
-        self, parts: list[tuple[int, int, int]], *, num_rows: int | None = None
+        self,
+        parts: list[tuple[int, int, int]],
+        *,
+        num_rows: int | None = None,
+        num_prompt: int | None = None,
     ) -> list[torch.Tensor]:
         """One step over (sequence, start, stop) parts; a tensor of rows for each.
 
         Args:
             num_rows: that the step is padded to; None: a multiple of 4.
+            num_prompt: length of every sequence's prompt; None: nothing is said of prompts.
         """
         computed = np.array([start for _s, start, _stop in parts], np.int32)
         scheduled = np.array([stop - start for _s, start, stop in parts], np.int32)
         num_tokens = int(scheduled.sum())
         num_rows = num_rows or num_tokens + -num_tokens % 4
         table = self.table[[sequence for sequence, _start, _stop in parts]]
-        plan = self.backend.prepare(AttentionBatch(computed, scheduled, table, num_rows))
+        prompts = None if num_prompt is None else np.full(len(parts), num_prompt, np.int32)
+        batch = AttentionBatch(computed, scheduled, table, num_rows, prompts)
+        plan = self.backend.prepare(batch)
 
         qkv = torch.full((num_rows, self.shape.q_size + 2 * self.shape.kv_size), torch.nan)
         qkv = qkv.to(self.shape.dtype)

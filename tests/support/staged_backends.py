@@ -34,6 +34,7 @@ class StagedAttention:
     """
 
     name = "staged"
+    splits_prompts = False
 
     def __init__(
         self,

@@ -56,6 +56,9 @@ class AttentionBatch:
     num_scheduled_B: Int32Array
     block_table_BM: Int32Array  # entries past a sequence's last block mean nothing
     num_rows: int
+    # Prompt lengths, for a backend that `splits_prompts`; None: nothing is said of prompts, and whoever has
+    # one token in this step decodes.
+    num_prompt_B: Int32Array | None = None
 
 
 KvT = TypeVar("KvT")
@@ -66,6 +69,9 @@ class AttentionBackend(Protocol, Generic[KvT, PlanT]):
     """Attends a step's tokens to their own sequences; obeys the row rule and reads nothing else."""
 
     name: str
+    # Whether a position's routine depends on its being of the prompt or not, so that its bits do not depend
+    # on how many of its sequence share the step. A step with positions of a prompt is then no decoding step.
+    splits_prompts: bool
 
     def allocate_kv(self, num_blocks: int) -> KvT:
         """One layer's cache for blocks 0 .. num_blocks - 1.

@@ -32,6 +32,7 @@ class NativeAttention:
     """`AttentionBackend` on the compiled CPU kernel."""
 
     name = "native"
+    splits_prompts = False  # one routine's bits for all
 
     def __init__(
         self,

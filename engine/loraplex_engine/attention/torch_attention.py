@@ -74,6 +74,7 @@ class TorchAttention:
     """`AttentionBackend` for any CPU that torch runs on."""
 
     name = "torch"
+    splits_prompts = False  # one routine's bits for all
 
     def __init__(
         self,

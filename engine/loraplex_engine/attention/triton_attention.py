@@ -2,8 +2,12 @@
 
 A step's metadata (where its tokens go, which rows attend what, block tables) is written to the staging buffer
 and goes up in its one copy; every launch reads it from there, so a step recorded in a CUDA graph holds for any
-lengths. Sequences with one token take the decode kernel, the others the prefill kernel, in both plan columns and
-whoever their neighbours are: in the `invariant` column a row's bits are its own within each of the two.
+lengths.
+
+Which kernel: in the `fast` column sequences with one token take the decode kernel, the others the prefill kernel.
+The two do not sum in the same order, and how many tokens of a sequence a step has is up to its neighbours, to what
+was found in the prefix cache, to preemption and to drafts. So in the `invariant` column the position decides: the
+prompt's take the prefill kernel, be it for one of them, and all later ones the decode kernel, one by one.
 
 A layer's cache is (2, num_blocks, kv heads, block_size, D), in the model's dtype, int8 or fp8. Nothing is
 written for padding rows, and their output is zero.
@@ -93,8 +97,10 @@ class TritonAttention:
         self._block_size = block_size
         self._device = device
         self._plans = plans
+        self.splits_prompts = plans.column == "invariant"
         self._kv_dtype = kv_dtype or shape.dtype
         self._max_length = max_blocks_per_row * block_size
+        # Of a launch: the workspace has room for no more.
         self._max_entries = min(max_rows + _PADDING, max(max_tokens, max_rows))
         least = min(
             self._queries_per_task(entry.plan)
@@ -103,7 +109,8 @@ class TritonAttention:
         )
         max_tasks = max_tokens // least + max_rows
         # What is small first: each step copies everything up to the last byte it uses.
-        self._entry = staging.reserve("attention_entry", (self._max_entries, 4), np.int32)
+        most = max(max_tokens, self._max_entries) if self.splits_prompts else self._max_entries
+        self._entry = staging.reserve("attention_entry", (most, 4), np.int32)
         self._task = staging.reserve("attention_task", (max_tasks, 4), np.int32)
         self._slot = staging.reserve("attention_slot", (max_tokens,), np.int32)
         self._table = staging.reserve("attention_table", (max_rows * max_blocks_per_row,), np.int32)
@@ -163,24 +170,29 @@ class TritonAttention:
         num_rows, num_sequences = batch.num_rows, len(scheduled)
         start_B = np.cumsum(scheduled) - scheduled
         num_tokens = int(scheduled.sum())
-        single = np.flatnonzero(scheduled == 1)
-        several = np.flatnonzero(scheduled > 1)
-        self._stage_slots(batch, start_B, num_tokens, has_several=len(several) > 0)
+        assert scheduled.all(), "a sequence without tokens"
+        has_several = num_tokens > num_sequences
+        self._stage_slots(batch, start_B, num_tokens, has_several=has_several)
+
+        prefilled_B = self._prefilled(batch)
+        prompts = np.flatnonzero(prefilled_B)
+        sequence_N, place_N = _one_by_one(scheduled - prefilled_B)
+        place_N += prefilled_B[sequence_N]
+        num_singles = len(sequence_N)
 
         end_B = computed + scheduled
         width = -(-int(end_B.max(initial=0)) // self._block_size)
         self._table.put(batch.block_table_BM[:, :width])
-        covers_padding = not len(several) and num_rows <= self._max_entries
-        num_entries = num_rows if covers_padding else len(single)
+        covers_padding = not len(prompts) and num_rows <= self._max_entries
+        num_entries = num_rows if covers_padding else num_singles
         entries = self._entry.host[:num_entries]
-        entries[len(single) :, 0] = np.arange(len(single), num_entries)
-        entries[len(single) :, 1:] = 0
-        entries[: len(single), 0] = start_B[single]
-        entries[: len(single), 1] = end_B[single]
-        entries[: len(single), 2] = single * width
+        entries[num_singles:, 0] = np.arange(num_singles, num_entries)
+        entries[num_singles:, 1:] = 0
+        entries[:num_singles, 0] = start_B[sequence_N] + place_N
+        entries[:num_singles, 1] = computed[sequence_N] + place_N + 1
+        entries[:num_singles, 2] = sequence_N * width
         self._entry.use(num_entries * 4)
 
-        assert len(single) + len(several) == num_sequences, "a sequence without tokens"
         dtype = dtype_name(self._shape.dtype)
         prefill = self._plans.choose(
             paged_prefill.KERNEL,
@@ -194,18 +206,25 @@ class TritonAttention:
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_entries=num_entries,
-            num_tasks=self._stage_tasks(batch, several, start_B, width, prefill),
+            num_tasks=self._stage_tasks(batch, prefilled_B, start_B, width, prefill),
             covers_padding=covers_padding,
             rotate=self._plans.choose(
                 rope_kv.KERNEL,
-                phase="prefill" if len(several) else "decode",
+                phase="prefill" if has_several else "decode",
                 tokens=num_rows,
                 k=self._shape.head_dim,
                 dtype=dtype,
             ),
-            decode=self._decode_plan(max(1, num_entries)),
+            decode=self._decode_plan(min(max(1, num_entries), self._max_entries)),
             prefill=prefill,
         )
+
+    def _prefilled(self, batch: AttentionBatch) -> np.ndarray:
+        """By sequence, how many of its tokens, from the first on, the prefill kernel takes."""
+        scheduled = batch.num_scheduled_B
+        if not self.splits_prompts or batch.num_prompt_B is None:
+            return np.where(scheduled > 1, scheduled, 0)
+        return np.clip(batch.num_prompt_B - batch.num_computed_B, 0, scheduled)
 
     def _stage_slots(
         self, batch: AttentionBatch, start_B: np.ndarray, num_tokens: int, *, has_several: bool
@@ -226,15 +245,16 @@ class TritonAttention:
     def _stage_tasks(
         self,
         batch: AttentionBatch,
-        several: np.ndarray,
+        prefilled_B: np.ndarray,
         start_B: np.ndarray,
         width: int,
         plan: Plan,
     ) -> int:
+        several = np.flatnonzero(prefilled_B)
         if not len(several):
             return 0
         most = self._queries_per_task(plan)
-        scheduled, computed = batch.num_scheduled_B[several], batch.num_computed_B[several]
+        scheduled, computed = prefilled_B[several], batch.num_computed_B[several]
         tasks_S = -(-scheduled // most)
         of_task = np.repeat(np.arange(len(several)), tasks_S)
         first = (np.arange(len(of_task)) - (np.cumsum(tasks_S) - tasks_S)[of_task]) * most
@@ -272,11 +292,14 @@ class TritonAttention:
         out_TW = qkv_TC.new_empty(plan.num_rows, shape.q_size)
         if not plan.covers_padding:
             out_TW[plan.num_tokens :].zero_()
-        if plan.num_entries:
+        # Several launches only where drafts, or what was sampled before a preemption, are more than the
+        # workspace has room for: such steps are not recorded.
+        for first in range(0, plan.num_entries, self._max_entries):
+            last = min(first + self._max_entries, plan.num_entries)
             paged_decode.paged_decode(
                 qkv_TC,
                 kv.numbers,
-                self._entry.device[: plan.num_entries],
+                self._entry.device[first:last],
                 self._table.device,
                 out_TW,
                 self._workspace,
@@ -301,3 +324,9 @@ class TritonAttention:
                 soft_cap=shape.soft_cap,
             )
         return out_TW
+
+
+def _one_by_one(count_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For counts (2, 0, 1): whose each is (0, 0, 2), and its place among that one's (0, 1, 0)."""
+    owner_N = np.repeat(np.arange(len(count_B)), count_B)
+    return owner_N, np.arange(len(owner_N)) - (np.cumsum(count_B) - count_B)[owner_N]

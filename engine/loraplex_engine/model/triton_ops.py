@@ -7,12 +7,18 @@ nothing in a recorded graph.
 
 from __future__ import annotations
 
+from typing import Final
+
+import structlog
+import torch
 from loraplex_kernels.gated import gated
 from loraplex_kernels.gemm import gemm
 from loraplex_kernels.plans import Phase, PlanTable
 from loraplex_kernels.rms_norm import rms_norm
 from loraplex_kernels.support import dtype_name
 from torch import Tensor
+
+log = structlog.get_logger(__name__)
 
 
 class TritonOps:
@@ -50,6 +56,9 @@ class TritonOps:
 
 
 class _GemmLinear:
+    # Taken whatever the step's phase; None: the step's.
+    only_phase: Phase | None = None
+
     def __init__(self, plans: PlanTable, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self.out_features, self.in_features = weight_NK.shape
         self._plans = plans
@@ -60,7 +69,7 @@ class _GemmLinear:
     def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
         plan = self._plans.choose(
             "gemm",
-            phase=phase,
+            phase=self.only_phase or phase,
             tokens=x_MK.shape[0],
             k=self.in_features,
             n=self.out_features,
@@ -70,13 +79,41 @@ class _GemmLinear:
 
 
 class GemmMethod:
-    """Our own GEMM, whose sums have one order: a row's bits do not depend on the number of rows."""
+    """Our own GEMM, whose sums have one order: a row's bits do not depend on the number of rows.
+
+    Nor on whether somebody beside it is in prefill: the plans of the two phases are meant to sum alike, which
+    is tried once per shape, and where the device does not, decoding's serves both.
+    """
 
     name = "triton"
 
     def __init__(self, plans: PlanTable) -> None:
         self._plans = plans
+        self._only_phase: dict[tuple[int, int, bool], Phase | None] = {}
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> _GemmLinear:
         """See `LinearMethod.pack`."""
-        return _GemmLinear(self._plans, weight_NK, bias_N)
+        linear = _GemmLinear(self._plans, weight_NK, bias_N)
+        shape = (linear.out_features, linear.in_features, bias_N is not None)
+        if shape not in self._only_phase:
+            is_alike = _do_phases_agree(linear, weight_NK)
+            if not is_alike:
+                log.warning(
+                    "gemm_phases_differ",
+                    outputs=shape[0],
+                    inputs=shape[1],
+                    effect="prefill takes decoding's launch plan and is slower",
+                )
+            self._only_phase[shape] = None if is_alike else "decode"
+        linear.only_phase = self._only_phase[shape]
+        return linear
+
+
+def _do_phases_agree(linear: _GemmLinear, weight_NK: Tensor) -> bool:
+    """Whether all bits of some random rows' outputs are the same under the plans of either phase."""
+    generator = torch.Generator().manual_seed(0)
+    x_MK = torch.randn(_TRIAL_ROWS, linear.in_features, generator=generator).to(weight_NK)
+    return torch.equal(linear(x_MK, "decode"), linear(x_MK, "prefill"))
+
+
+_TRIAL_ROWS: Final = 8
