@@ -105,6 +105,9 @@ class FakeMachine:
     def synchronize(self) -> None:
         """Nothing is under way."""
 
+    def warm(self) -> None:
+        """There are no clocks."""
+
     def time_us(self, run: Callable[[], object], repeats: int) -> float:
         """There is no device whose time could be taken."""
         raise NotImplementedError("a fake device takes no time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,15 +30,28 @@ class RandomAdapter:
 
 
 def random_adapter(
-    shape: ModelShape, rank: int, dtype: torch.dtype, *, pin: bool, seed: int = 0
+    shape: ModelShape,
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    pin: bool,
+    seed: int = 0,
+    has_ends: bool = False,
+    fill: float | None = None,
 ) -> RandomAdapter:
-    """Of one rank, on all seven modules of every layer; not on embedding and head.
+    """Of one rank, on all seven modules of every layer.
 
     All layers have the same weights: drawing 8B's takes longer than what is measured.
+
+    Args:
+        has_ends: on embedding and head too.
+        fill: what every weight is; None: random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:
+        if fill is not None:
+            return torch.full(size, fill, dtype=dtype)
         return (torch.randn(size, generator=generator) / size[1] ** 0.5).to(dtype)
 
     layer = []
@@ -47,7 +61,14 @@ def random_adapter(
             for position, (_, _, width) in enumerate(layout.slices)
         )
         layer.append(LoraSitePairs(parts))
-    sites = (*layer * shape.num_layers, LoraSitePairs(is_embedding=True), LoraSitePairs())
+    vocab, hidden = shape.vocab_size, shape.hidden_size
+    embedding = (LoraPart(0, draw(rank, vocab), draw(hidden, rank), 1.0),) if has_ends else ()
+    head = (LoraPart(0, draw(rank, hidden), draw(vocab, rank), 1.0),) if has_ends else ()
+    sites = (
+        *layer * shape.num_layers,
+        LoraSitePairs(embedding, is_embedding=True),
+        LoraSitePairs(head),
+    )
     assert len(sites) == embedding_index(shape) + 2
     image = torch.zeros(image_size(sites, dtype), dtype=torch.uint8, pin_memory=pin)
     write_image(image, sites, dtype)
@@ -94,22 +115,37 @@ class PlainLora:
         place, layout = next(
             (place, layout) for place, layout in enumerate(self._layouts) if layout.site == site
         )
-        for row, slot in enumerate(batch):
-            if slot < 0:
-                continue
-            pairs = self._pool.adapters[slot].sites[layer * len(self._layouts) + place]
-            for part, (_, begin, width) in zip(pairs.parts, layout.slices, strict=True):
+        begins = [begin for _, begin, _ in layout.slices]
+        for row, pairs in self._pairs(batch, layer * len(self._layouts) + place):
+            for part, begin in zip(pairs.parts, begins, strict=True):
                 h = part.a_RK.to(x_TK.device).float() @ x_TK[row].float()
-                delta = part.scale * (part.b_NR.to(x_TK.device).float() @ h)
-                y = y_TN[row, begin : begin + width]
-                y.copy_((y.float() + delta).to(y.dtype))
+                _expand(y_TN[row, begin:], part, h)
 
     def add_embedding(self, y_TH: torch.Tensor, token_T: torch.Tensor, batch: list[int]) -> None:
-        """None of these adapters has one."""
+        """See `LoraBackend.add_embedding`."""
+        for row, pairs in self._pairs(batch, -2):
+            for part in pairs.parts:
+                _expand(y_TH[row], part, part.a_RK.to(y_TH.device)[:, token_T[row]].float())
 
     def adapts_head(self, batch: list[int]) -> bool:
-        """None of these adapters does."""
-        return False
+        """See `LoraBackend.adapts_head`."""
+        return any(pairs.parts for _, pairs in self._pairs(batch, -1))
 
     def add_head(self, y_RV: torch.Tensor, x_RH: torch.Tensor, batch: list[int]) -> None:
-        """See `adapts_head`."""
+        """See `LoraBackend.add_head`."""
+        for row, pairs in self._pairs(batch, -1):
+            for part in pairs.parts:
+                h = part.a_RK.to(x_RH.device).float() @ x_RH[row].float()
+                _expand(y_RV[row], part, h)
+
+    def _pairs(self, batch: list[int], index: int) -> Iterator[tuple[int, LoraSitePairs]]:
+        """(row, what its adapter has for a site) of the rows that have an adapter."""
+        for row, slot in enumerate(batch):
+            if slot >= 0:
+                yield row, self._pool.adapters[slot].sites[index]
+
+
+def _expand(y_N: torch.Tensor, part: LoraPart, h_R: torch.Tensor) -> None:
+    delta = part.scale * (part.b_NR.to(y_N.device).float() @ h_R)
+    y = y_N[: len(delta)]
+    y.copy_((y.float() + delta).to(y.dtype))

@@ -48,6 +48,7 @@ def read_bandwidth(machine: Machine, sizes: Sizes) -> float:
             data, sums, per_program, BLOCK=block, num_warps=8, enable_fp_fusion=True
         )
 
+    machine.warm()
     microseconds = machine.time_us(read, sizes.repeats)
     return num_programs * per_program * 4 / microseconds * 1e6
 
@@ -56,23 +57,41 @@ def run(machine: Machine, sizes: Sizes, record: Recorder) -> None:
     """Read bandwidth, decode attention, LoRA."""
     bandwidth = read_bandwidth(machine, sizes)
     record.add("read bandwidth", bandwidth / 1e9, "GB/s")
+    context = sizes.attention_context
     for batch in sizes.attention_batches:
-        _attention(machine, sizes, record, bandwidth, batch)
+        microseconds, percent = _attention(machine, sizes, bandwidth, [context] * batch)
+        record.add(
+            f"decode attention, batch {batch}, {context} keys",
+            percent,
+            "% of read bandwidth",
+            at_least=_ATTENTION_TARGET if context >= 8192 and batch >= 32 else None,
+            note=f"{microseconds:.1f} us a layer",
+        )
+    # Every other row has ended long before the one that is long.
+    batch, (long, short) = max(sizes.attention_batches), sizes.attention_ragged
+    microseconds, percent = _attention(machine, sizes, bandwidth, [short] * (batch - 1) + [long])
+    record.add(
+        f"decode attention, one row of {long} keys among {batch - 1} of {short}",
+        percent,
+        "% of read bandwidth",
+        note=f"{microseconds:.1f} us a layer",
+    )
     for batch, num_adapters in _lora_cases(sizes):
         _lora(machine, sizes, record, bandwidth, batch, num_adapters)
 
 
 def _attention(
-    machine: Machine, sizes: Sizes, record: Recorder, bandwidth: float, batch: int
-) -> None:
-    """One layer's decode attention: `batch` rows of a long context each."""
-    model, context = sizes.speed_model, sizes.attention_context
+    machine: Machine, sizes: Sizes, bandwidth: float, lengths: list[int]
+) -> tuple[float, float]:
+    """One layer's decode attention over rows of so many keys: (microseconds, % of `bandwidth`)."""
+    model, batch = sizes.speed_model, len(lengths)
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, sizes.speed_dtype)
-    per_row = -(-context // BLOCK_SIZE)
+    per_row = -(-max(lengths) // BLOCK_SIZE)
+    num_blocks = sum(blocks_for(1, length) for length in lengths)
     staging = Staging(machine.device)
     backend = open_attention(
         shape,
-        num_blocks=blocks_for(batch, context),
+        num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         cache_dir=Path(),
         num_threads=1,
@@ -87,28 +106,21 @@ def _attention(
         ),
     )
     staging.seal()
-    kv = backend.allocate_kv(blocks_for(batch, context))
+    kv = backend.allocate_kv(num_blocks)
     qkv = torch.randn(batch, shape.q_size + 2 * shape.kv_size).to(machine.device, shape.dtype)
-    order = np.random.default_rng(0).permutation(blocks_for(batch, context)).astype(np.int32)
+    order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    table = np.zeros((batch, per_row), np.int32)
+    for row, length in enumerate(lengths):
+        own, order = np.split(order, [blocks_for(1, length)])
+        table[row, : len(own)] = own
     plan = backend.prepare(
-        AttentionBatch(
-            np.full(batch, context - 1, np.int32),
-            np.ones(batch, np.int32),
-            order.reshape(batch, per_row),
-            batch,
-        )
+        AttentionBatch(np.asarray(lengths, np.int32) - 1, np.ones(batch, np.int32), table, batch)
     )
     staging.flush()
     with torch.inference_mode():
         microseconds = machine.time_us(lambda: backend.forward(qkv, kv, plan), sizes.repeats)
-    num_bytes = batch * context * 2 * shape.kv_size * shape.dtype.itemsize
-    record.add(
-        f"decode attention, batch {batch}, {context} keys",
-        100 * num_bytes / (microseconds * 1e-6) / bandwidth,
-        "% of read bandwidth",
-        at_least=_ATTENTION_TARGET if context >= 8192 and batch >= 32 else None,
-        note=f"{microseconds:.1f} us a layer",
-    )
+    num_bytes = sum(lengths) * 2 * shape.kv_size * shape.dtype.itemsize
+    return microseconds, 100 * num_bytes / (microseconds * 1e-6) / bandwidth
 
 
 def _lora_cases(sizes: Sizes) -> list[tuple[int, int]]:
@@ -125,7 +137,7 @@ def _lora(
     batch: int,
     num_adapters: int,
 ) -> None:
-    """All sites of all layers, so that no adapter is found in the cache."""
+    """All sites of all layers; what stays in the GPU's cache from one step to the next says nothing of its memory."""
     shape, dtype = shape_of(sizes.speed_model), sizes.speed_dtype
     pool = SlotPool()
     adapter = random_adapter(shape, sizes.rank, dtype, pin=not machine.is_rehearsal)
@@ -153,11 +165,16 @@ def _lora(
     with torch.inference_mode():
         microseconds = machine.time_us(add_all, sizes.repeats)
     num_bytes = num_adapters * adapter.packed.image.numel()
+    name = f"LoRA, batch {batch}, {num_adapters} x r{sizes.rank}, all layers"
+    size = f"the adapters' bytes, {math.ceil(num_bytes / 1e6)} MB"
+    if num_bytes < sizes.cache_bytes:
+        record.add(name, microseconds / 1e3, "ms", note=f"{size}, stay in the GPU's cache")
+        return
     record.add(
-        f"LoRA, batch {batch}, {num_adapters} x r{sizes.rank}, all layers",
+        name,
         100 * num_bytes / (microseconds * 1e-6) / bandwidth,
         "% of read bandwidth",
-        note=f"{microseconds / 1e3:.3f} ms a step; the adapters' bytes, {math.ceil(num_bytes / 1e6)} MB",
+        note=f"{microseconds / 1e3:.3f} ms a step; {size}",
     )
 
 

@@ -36,6 +36,7 @@ class PartSpec:
 # The limits add up to what there is, so that none starves another; the untimed parts count once, for their longest.
 PARTS = (
     PartSpec("numerics", 100, is_timed=False),
+    PartSpec("model-size", 100, is_timed=False),
     PartSpec("parity", 90, is_timed=False),
     PartSpec("bandwidth", 30),
     PartSpec("decode", 90),
@@ -94,12 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_part(name: str, figures: Path, *, is_rehearsal: bool) -> None:
     """Run one part in this process."""
-    from bench.gpu_check import bandwidth, numerics, parity, speed
+    from bench.gpu_check import bandwidth, model_size, numerics, parity, speed
     from bench.gpu_check.machine import CudaMachine, RehearsalMachine
     from bench.gpu_check.sizes import FULL, REHEARSAL
 
     parts = {
         "numerics": numerics.run,
+        "model-size": model_size.run,
         "parity": parity.run,
         "bandwidth": bandwidth.run,
         "decode": speed.run_decode,
@@ -202,7 +204,7 @@ def _command(spec: PartSpec, path: Path, is_rehearsal: bool) -> list[str]:
 
 def _is_wrong(outcome: Outcome) -> bool:
     """Speed that misses its target is a finding; numbers that are wrong are a failure."""
-    return outcome.part in ("numerics", "parity") and any(
+    return outcome.part in ("numerics", "model-size", "parity") and any(
         figure.holds is False for figure in outcome.figures
     )
 

@@ -10,12 +10,20 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from loraplex_engine.device.graphs import Captured, CudaGraphBackend, GraphBackend
 from loraplex_kernels.support import Support, support_of
+
+# What raises the clocks: products of square matrices.
+_LOAD_S = 0.5
+_LOAD_SIDE = 4096
+_RUNS_PER_GRAPH = 8
+# About half a millisecond: longer than the launch of a graph takes the host.
+_SLEEP_CYCLES = 1_000_000
 
 
 class Machine(Protocol):
@@ -33,8 +41,12 @@ class Machine(Protocol):
         """Wait for all launches."""
         ...
 
+    def warm(self) -> None:
+        """Load the device for half a second, so that what is measured next finds its clocks raised."""
+        ...
+
     def time_us(self, run: Callable[[], object], repeats: int) -> float:
-        """Median device time of `run`, launched `repeats` times after it has warmed up."""
+        """Median device microseconds of `run`, launched about `repeats` times after it has warmed up."""
         ...
 
     def graph_backend(self) -> GraphBackend:
@@ -42,7 +54,7 @@ class Machine(Protocol):
         ...
 
     def facts(self) -> dict[str, str]:
-        """Name, driver, clocks and versions, for the head of the table."""
+        """Name, driver, clocks under load and versions, for the head of the table."""
         ...
 
 
@@ -60,18 +72,34 @@ class CudaMachine:
         """See `Machine`."""
         torch.cuda.synchronize()
 
+    def warm(self) -> None:
+        """See `Machine`."""
+        side = torch.ones(_LOAD_SIDE, _LOAD_SIDE, device=self.device, dtype=torch.bfloat16)
+        until = time.monotonic() + _LOAD_S
+        while time.monotonic() < until:
+            for _ in range(20):
+                torch.mm(side, side)
+            torch.cuda.synchronize()
+
     def time_us(self, run: Callable[[], object], repeats: int) -> float:
-        """See `Machine`. Replayed from a graph, so that the host's launches take no part."""
-        graph = self.graph_backend().capture(lambda: _discard(run))
+        """See `Machine`. From a graph that holds `run` several times, so that no launch of the host is in it."""
+
+        def run_often() -> None:
+            for _ in range(_RUNS_PER_GRAPH):
+                run()
+
+        graph = self.graph_backend().capture(run_often)
         graph.replay()
         times = []
-        for _ in range(repeats):
+        for _ in range(max(3, repeats // _RUNS_PER_GRAPH)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # On an idle GPU the first event would be over 10 microseconds before the graph's launch arrives.
+            torch.cuda._sleep(_SLEEP_CYCLES)
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
+            times.append(begin.elapsed_time(end) * 1e3 / _RUNS_PER_GRAPH)
         return statistics.median(times)
 
     def graph_backend(self) -> GraphBackend:
@@ -90,8 +118,17 @@ class CudaMachine:
             "torch": torch.__version__,
             "triton": triton.__version__,
             "cuda": str(torch.version.cuda),
-            **_nvidia_smi(),
+            **self._clocks_under_load(),
         }
+
+    def _clocks_under_load(self) -> dict[str, str]:
+        # Idle clocks say nothing of those that are measured with.
+        self.warm()
+        with ThreadPoolExecutor(1) as beside:
+            asked = beside.submit(_nvidia_smi)
+            while not asked.done():
+                self.warm()
+            return asked.result()
 
 
 class RehearsalMachine:
@@ -105,6 +142,9 @@ class RehearsalMachine:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
+
+    def warm(self) -> None:
+        """A CPU's clocks are not measured."""
 
     def time_us(self, run: Callable[[], object], repeats: int) -> float:
         """Of one run: the interpreter takes its time."""
@@ -136,10 +176,6 @@ class _Again:
 
     def replay(self) -> None:
         self.run()
-
-
-def _discard(run: Callable[[], object]) -> None:
-    run()
 
 
 def median_wall_s(run: Callable[[], object], repeats: int) -> float:

@@ -64,12 +64,18 @@ class Worst:
         self._errors: dict[str, float] = {}
         self._num_moved: dict[str, int] = {}
 
-    def see(self, name: str, got: Tensor, expected: Tensor) -> None:
-        """Take one result beside its reference; kernels of `_MOVING` must keep every bit."""
+    def see(
+        self, name: str, got: Tensor, expected: Tensor, *, tolerance: float | None = None
+    ) -> None:
+        """Take one result beside its reference; kernels of `_MOVING` must keep every bit.
+
+        Args:
+            tolerance: of a row's largest number; None: what its dtype is held to.
+        """
         if name in _MOVING:
             self._num_moved[name] = self._num_moved.get(name, 0) + num_unlike(got, expected)
             return
-        error = row_error(got, expected) / TOLERANCES[got.dtype]
+        error = row_error(got, expected) / (tolerance or TOLERANCES[got.dtype])
         self._errors[name] = max(self._errors.get(name, 0.0), error)
 
     def record(self, record: Recorder, label: str) -> None:

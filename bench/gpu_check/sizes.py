@@ -92,6 +92,9 @@ class Sizes:
     prefill_tokens: int
     attention_batches: tuple[int, ...]
     attention_context: int
+    attention_ragged: tuple[int, int]  # keys of one long row, and of each of the others
+    arriving_tokens: int  # of a prompt that comes among decoding rows
+    cache_bytes: int  # what is smaller than this may stay in the GPU's cache
     read_bytes: int  # of the buffer that bandwidth is measured on
     repeats: int
     widths: tuple[int, ...]  # hidden sizes of the numerics
@@ -113,6 +116,9 @@ FULL = Sizes(
     prefill_tokens=8192,
     attention_batches=(32, 64),
     attention_context=8192,
+    attention_ragged=(32_768, 512),
+    arriving_tokens=512,
+    cache_bytes=200 << 20,
     read_bytes=4 << 30,
     repeats=20,
     widths=(576, 4096),
@@ -133,6 +139,9 @@ REHEARSAL = Sizes(
     prefill_tokens=9,
     attention_batches=(2,),
     attention_context=20,
+    attention_ragged=(20, 5),
+    arriving_tokens=5,
+    cache_bytes=4000,
     read_bytes=1 << 16,
     repeats=1,
     widths=(48,),

@@ -56,9 +56,21 @@ class Room:
 
 
 class Stand:
-    """One runner; `pool` holds its adapters."""
+    """One runner; `pool` holds its adapters.
 
-    def __init__(self, machine: Machine, model: Decoder, column: Column, room: Room) -> None:
+    Args:
+        cache_of: of the same model and room for KV: both write into its cache, so what lies there means nothing.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        model: Decoder,
+        column: Column,
+        room: Room,
+        *,
+        cache_of: Stand | None = None,
+    ) -> None:
         plans = open_plans(machine.support.name, column)
         staging = Staging(machine.device)
         inputs = StagedInputs(staging, room.max_rows)
@@ -112,7 +124,11 @@ class Stand:
             graphs=self.graphs,
             on_device=sampler,
         )
-        self._warm_cache()
+        if cache_of is None:
+            self._warm_cache()
+        else:
+            assert cache_of.room.num_blocks == room.num_blocks
+            self.runner.kv_layers[:] = cache_of.runner.kv_layers
 
     def capture(self, num_rows: int, num_adapters: int) -> None:
         """Record decoding steps of so many rows and distinct adapters."""
@@ -157,32 +173,50 @@ class Rows:
     is_computed: bool = False
     sampling: SamplingParams = GREEDY
     results: list[StepResult] = field(default_factory=list)
+    num_blocks: int = 0  # that they take, from 0 on
     _step_id: int = 0
 
     def step(self) -> StepResult:
         """The next step of all rows."""
-        runner, count = self.runner, len(self.prompts)
+        count = len(self.prompts)
+        if self._step_id:
+            return self.launch(*self.decoding())
+        computed, scheduled = self.decoding()
+        if not self.is_computed:
+            computed, scheduled = 0 * scheduled, computed + 1
+        return self.launch(
+            computed, scheduled, freed_rows=tuple(range(count)), new_rows=self._new_rows()
+        )
+
+    def decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """(num_computed, num_scheduled), int32 by row, of a step where each decodes its next token."""
         lengths = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
-        ones = np.ones(count, np.int32)
-        is_first = self._step_id == 0
-        if is_first and not self.is_computed:
-            computed, scheduled = 0 * ones, lengths
-        else:
-            computed, scheduled = lengths - 1 + self._step_id * ones, ones
-        runner.launch(
+        return lengths - np.int32(1 - self._step_id), np.ones_like(lengths)
+
+    def launch(
+        self,
+        computed: np.ndarray,
+        scheduled: np.ndarray,
+        *,
+        freed_rows: tuple[int, ...] = (),
+        new_rows: tuple[NewRow, ...] = (),
+    ) -> StepResult:
+        """One step of the first rows of the runner, as many as `computed` has; all of them sample."""
+        count = len(computed)
+        self.runner.launch(
             Step(
                 step_id=self._step_id,
-                freed_rows=tuple(range(count)) if is_first else (),
-                new_rows=self._new_rows() if is_first else (),
+                freed_rows=freed_rows,
+                new_rows=new_rows,
                 block_updates=(),
                 rows_B=np.arange(count, dtype=np.int32),
-                num_computed_B=computed.astype(np.int32),
+                num_computed_B=computed,
                 num_scheduled_B=scheduled,
                 samples_B=np.ones(count, np.bool_),
             )
         )
         self._step_id += 1
-        result = runner.collect()
+        result = self.runner.collect()
         self.results.append(result)
         return result
 
@@ -194,7 +228,38 @@ class Rows:
             first += num_blocks
             rows.append(NewRow(row, tuple(prompt), len(prompt), blocks, slot, self.sampling))
         assert first <= self.runner.limits.num_blocks, f"{first} blocks are needed"
+        self.num_blocks = first
         return tuple(rows)
+
+
+class Arrival:
+    """Prompts that come beside decoding rows, one after the other, each in the row behind theirs."""
+
+    def __init__(self, rows: Rows, num_tokens: int, *, slot: int) -> None:
+        """See `step`.
+
+        Args:
+            rows: that have run a step, in a runner with a row and blocks to spare.
+            num_tokens: of the prompt.   slot: its adapter's, -1: base.
+        """
+        self._rows = rows
+        first = rows.num_blocks
+        self._blocks = tuple(range(first, first + blocks_for(1, num_tokens + 1)))
+        assert self._blocks[-1] < rows.runner.limits.num_blocks
+        self._prompt = tuple(3 + index % 29 for index in range(num_tokens))
+        self._slot = slot
+
+    def step(self) -> StepResult:
+        """All rows decode a token, and beside them a whole prompt is computed."""
+        rows, row, count = self._rows, len(self._rows.prompts), len(self._prompt)
+        computed, scheduled = rows.decoding()
+        newcomer = NewRow(row, self._prompt, count, self._blocks, self._slot, rows.sampling)
+        return rows.launch(
+            np.append(computed, np.int32(0)),
+            np.append(scheduled, np.int32(count)),
+            freed_rows=(row,),
+            new_rows=(newcomer,),
+        )
 
 
 def blocks_for(batch: int, length: int) -> int:

@@ -1,0 +1,519 @@
+"""Part `model-size`: the kernels as an 8B-shaped model launches them, put to work by the engine's own backends.
+
+Attention over ragged rows, in every configuration that the number of rows decides, with int8 and fp8 caches, windows
+and soft caps, prompts of several tasks beside decoding rows; products with wide weights; adapters on every site, with
+embedding and head, and beside one that is not a number; and, in the `invariant` column, one row in crowds of
+several sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from loraplex_engine.attention.base import AttentionBatch, AttentionShape
+from loraplex_engine.attention.triton_attention import PagedKv, TritonAttention
+from loraplex_engine.device.staging import Staging
+from loraplex_engine.lora.sites import site_layouts
+from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
+from loraplex_engine.model.config import ModelConfig
+from loraplex_kernels import reference, reference_attention
+from loraplex_kernels.gemm import gemm
+from loraplex_kernels.plans import Column, PlanTable, open_plans
+from torch import Tensor
+
+from bench.gpu_check.adapters import PlainLora, SlotPool, random_adapter
+from bench.gpu_check.figures import Recorder
+from bench.gpu_check.machine import Machine
+from bench.gpu_check.numerics import Worst, make_last_stand_out, num_unlike
+from bench.gpu_check.sizes import LLAMA_8B, Sizes, model_config, shape_of
+from bench.gpu_check.stand import BLOCK_SIZE
+
+_BF16 = torch.bfloat16
+# Half a step of the cache's numbers, of a head's largest, and what bf16 rounds before.
+_CACHE_TOLERANCES = {_BF16: 1.6e-2, torch.int8: 1.2e-2, torch.float8_e4m3fn: 4.5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of it there is."""
+
+    model: ModelConfig  # one layer of it, with a small vocabulary
+    columns: tuple[Column, ...]
+    kv_dtypes: tuple[torch.dtype, ...]
+    decode_rows: tuple[int, ...]
+    longest: int
+    # (computed, scheduled, of a prompt) of each row of steps with prompts
+    prompts: tuple[tuple[tuple[int, int, bool], ...], ...]
+    window: int
+    products: tuple[tuple[int, int, int], ...]  # rows, outputs, inputs
+    lora_rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+    crowds: tuple[int, ...]  # rows of a step, of which the first is looked at
+
+
+FULL = Extent(
+    model=replace(LLAMA_8B, num_layers=1, vocab_size=2048, num_token_ids=2048),
+    columns=("fast", "invariant"),
+    kv_dtypes=(_BF16, torch.int8, torch.float8_e4m3fn),
+    # The plans have bounds in (row, kv head) pairs, 8 of them a row.
+    decode_rows=(2, 4, 8, 16, 32, 40),
+    longest=900,
+    prompts=(
+        ((130, 70, True), (0, 33, True), (400, 1, False), (250, 5, True), (77, 1, True)),
+        ((20, 500, True), (300, 77, True), (90, 1, False)),
+    ),
+    window=100,
+    products=((16, 28_672, 4096), (200, 28_672, 4096), (200, 4096, 14_336), (3, 128_256, 4096)),
+    lora_rows=(2, 24, 96),
+    ranks=(8, 16, 64),
+    crowds=(1, 65, 200),
+)
+REHEARSAL = Extent(
+    model=model_config(
+        vocab=64, hidden=32, inner=48, layers=1, heads=2, kv_heads=1, head_dim=16, max_position=256
+    ),
+    columns=("fast",),
+    kv_dtypes=(_BF16, torch.int8),
+    decode_rows=(2,),
+    longest=20,
+    prompts=(((5, 9, True), (3, 1, False)),),
+    window=6,
+    products=((3, 48, 32),),
+    lora_rows=(3,),
+    ranks=(8, 16),
+    crowds=(1, 3),
+)
+
+
+def run(machine: Machine, sizes: Sizes, record: Recorder) -> None:
+    """All of it, at the extent that the machine allows."""
+    del sizes
+    extent = REHEARSAL if machine.is_rehearsal else FULL
+    with torch.inference_mode():
+        for column in extent.columns:
+            plans = open_plans(machine.support.name, column)
+            attention = _Attention(machine, plans, extent)
+            attention.check(record, column)
+            _check_lora(machine, plans, extent, record, column)
+        plans = open_plans(machine.support.name, "invariant")
+        worst = Worst()
+        for rows, outputs, inputs in extent.products:
+            for got, expected in _product(machine, plans, rows, outputs, inputs):
+                worst.see(f"gemm {rows} x {outputs} x {inputs}", got, expected)
+        worst.record(record, "invariant bf16")
+        _check_crowds(machine, plans, extent, record)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Sequences of a step."""
+
+    computed: np.ndarray
+    scheduled: np.ndarray
+    is_prompt: np.ndarray
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """(sequence, position) of each token."""
+        return [
+            (row, int(first) + place)
+            for row, (first, count) in enumerate(zip(self.computed, self.scheduled, strict=True))
+            for place in range(count)
+        ]
+
+
+class _Attention:
+    """The backend over caches of random numbers, beside the reference in fp64."""
+
+    def __init__(self, machine: Machine, plans: PlanTable, extent: Extent) -> None:
+        self._machine = machine
+        self._plans = plans
+        self._extent = extent
+        self._rng = np.random.default_rng(2)
+        self._generator = torch.Generator().manual_seed(2)
+
+    def check(self, record: Recorder, column: Column) -> None:
+        """A figure for each kind of cache and step."""
+        extent = self._extent
+        for kv_dtype in extent.kv_dtypes:
+            worst = Worst()
+            name = str(kv_dtype).removeprefix("torch.")
+            for count in extent.decode_rows:
+                self._see(worst, f"decode, {name} cache", kv_dtype, self.decoding(count))
+            for rows in extent.prompts:
+                self._see(worst, f"prompts, {name} cache", kv_dtype, self._prompts(rows))
+            worst.record(record, column)
+        worst = Worst()
+        for rows in (self.decoding(extent.decode_rows[0]), self._prompts(extent.prompts[0])):
+            kind = "prompts" if rows.is_prompt.any() else "decode"
+            self._see(worst, f"{kind}, window and soft cap", _BF16, rows, window=extent.window)
+        worst.record(record, column)
+
+    def decoding(self, count: int) -> _Rows:
+        """Rows of all lengths: one key, whole blocks, the longest."""
+        lengths = self._rng.integers(1, self._extent.longest, count)
+        lengths[:2] = (self._extent.longest, 1)
+        lengths[2:3] = BLOCK_SIZE * 5
+        ones = np.ones(count, np.int32)
+        return _Rows((lengths - 1).astype(np.int32), ones, ones < 1)
+
+    @staticmethod
+    def _prompts(rows: tuple[tuple[int, int, bool], ...]) -> _Rows:
+        computed, scheduled, is_prompt = zip(*rows, strict=True)
+        return _Rows(
+            np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), np.asarray(is_prompt)
+        )
+
+    def _see(
+        self,
+        worst: Worst,
+        name: str,
+        kv_dtype: torch.dtype,
+        rows: _Rows,
+        *,
+        window: int | None = None,
+    ) -> None:
+        soft_cap = None if window is None else 2.0
+        model = self._extent.model
+        shape = AttentionShape(
+            model.num_heads, model.num_kv_heads, model.head_dim, _BF16, window, soft_cap
+        )
+        step = _AttentionStep(self._machine, self._plans, shape, kv_dtype, rows, self._generator)
+        got_TW = step.run()
+        stored, expected = step.stored()
+        worst.see(f"{name}: stored", stored, expected, tolerance=_CACHE_TOLERANCES[kv_dtype])
+        # Not every query of a long prompt, but each sequence's first and last.
+        positions = rows.positions
+        ends = np.cumsum(rows.scheduled)
+        chosen = sorted({*range(0, len(positions), 13), *(ends - 1), *(ends - rows.scheduled)})
+        if rows.scheduled.max() == 1:
+            chosen = list(range(len(positions)))
+        expected = step.expected(chosen, window=window, soft_cap=soft_cap)
+        worst.see(name, got_TW[torch.tensor(chosen, device=got_TW.device)], expected)
+
+
+class _AttentionStep:
+    """One layer's attention of one step."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        plans: PlanTable,
+        shape: AttentionShape,
+        kv_dtype: torch.dtype,
+        rows: _Rows,
+        generator: torch.Generator,
+    ) -> None:
+        self._rows, self._shape, self._kv_dtype = rows, shape, kv_dtype
+        device = machine.device
+        self._positions = rows.positions
+        count, num_tokens = len(rows.computed), len(self._positions)
+        ends = rows.computed + rows.scheduled
+        per_row = -(-int(ends.max()) // BLOCK_SIZE)
+        num_blocks = per_row * count
+        order = torch.randperm(num_blocks, generator=generator)
+        self._table = order.view(count, per_row).to(torch.int32)
+        staging = Staging(device)
+        self._backend = TritonAttention(
+            shape,
+            block_size=BLOCK_SIZE,
+            device=device,
+            plans=plans,
+            staging=staging,
+            max_tokens=num_tokens,
+            max_rows=count,
+            max_blocks_per_row=per_row,
+            kv_dtype=None if kv_dtype == shape.dtype else kv_dtype,
+        )
+        staging.seal()
+        self._kv: PagedKv = self._backend.allocate_kv(num_blocks)
+        self._fill(generator, ends)
+        columns = shape.q_size + 2 * shape.kv_size
+        qkv = torch.randn(num_tokens, columns, generator=generator).to(shape.dtype)
+        for token, (_, position) in enumerate(self._positions):
+            make_last_stand_out(qkv[token, shape.q_size + shape.kv_size :], position + 1)
+        self._given = qkv.clone()
+        self._qkv = qkv.to(device)
+        angle = torch.randn(num_tokens, shape.head_dim // 2, generator=generator)
+        self._cos = torch.cat((angle.cos(),) * 2, -1).to(shape.dtype)
+        self._sin = torch.cat((-angle.sin(), angle.sin()), -1).to(shape.dtype)
+        # A row that decodes has its prompt behind it.
+        self._plan = self._backend.prepare(
+            AttentionBatch(
+                rows.computed,
+                rows.scheduled,
+                self._table.numpy(),
+                num_tokens,
+                np.where(rows.is_prompt, ends, rows.computed).astype(np.int32),
+            )
+        )
+        staging.flush()
+
+    def _fill(self, generator: torch.Generator, ends: np.ndarray) -> None:
+        drawn = torch.randn(self._kv.numbers.shape, generator=generator)
+        scale = None
+        if self._kv.scale is None:
+            numbers = drawn.to(self._kv_dtype)
+        else:
+            numbers, scale = reference_attention.quantize(drawn, self._kv_dtype)
+        # Nobody wrote behind a row's last token: whatever lies there must not be seen.
+        for blocks, end in zip(self._table, ends, strict=True):
+            place = end % BLOCK_SIZE
+            if not place:
+                continue
+            block = int(blocks[(end - 1) // BLOCK_SIZE])
+            if scale is None:
+                numbers[:, block, :, place:] = torch.nan
+            else:
+                scale[:, block, :, place:] = torch.nan
+        self._kv.numbers.copy_(numbers)
+        if scale is not None and self._kv.scale is not None:
+            self._kv.scale.copy_(scale)
+
+    def run(self) -> Tensor:
+        """(T, H * D), as the kernels have it."""
+        device = self._qkv.device
+        self._backend.rotate_and_write(
+            self._qkv, self._cos.to(device), self._sin.to(device), self._kv, self._plan
+        )
+        return self._backend.forward(self._qkv, self._kv, self._plan)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """The step's keys and values, (2, T, kv heads, D) fp32: as they lie in the cache, and as they should."""
+        slots = [
+            int(self._table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+            for row, position in self._positions
+        ]
+        right = torch.zeros(self._kv.numbers.shape, dtype=self._shape.dtype)
+        reference_attention.rope_kv(
+            self._given.clone(),
+            self._cos,
+            self._sin,
+            torch.tensor(slots, dtype=torch.int32),
+            right,
+            num_heads=self._shape.num_heads,
+        )
+        blocks, places = torch.tensor(slots) // BLOCK_SIZE, torch.tensor(slots) % BLOCK_SIZE
+        got = self._kv.numbers.cpu().float()[:, blocks, :, places]
+        if self._kv.scale is not None:
+            got = got * self._kv.scale.cpu()[:, blocks, :, places][..., None]
+        return got, right.float()[:, blocks, :, places]
+
+    def expected(self, tokens: list[int], *, window: int | None, soft_cap: float | None) -> Tensor:
+        """What some of the step's tokens attend to, given the cache as it is now."""
+        scale = self._kv.scale
+        return reference_attention.paged_attention(
+            self._qkv.cpu()[tokens],
+            self._kv.numbers.cpu(),
+            [self._table[self._positions[token][0]] for token in tokens],
+            [self._positions[token][1] for token in tokens],
+            num_heads=self._shape.num_heads,
+            scale=None if scale is None else scale.cpu(),
+            window=window,
+            soft_cap=soft_cap,
+        )
+
+
+# ---------------------------------------------------------------------------- products
+
+
+def _product(
+    machine: Machine, plans: PlanTable, rows: int, outputs: int, inputs: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    x, weight = _draw(machine, rows, inputs), _draw(machine, outputs, inputs)
+    weight = weight.div_(inputs**0.5)
+    expected = reference.gemm(x, weight, None)
+    for phase in ("decode", "prefill"):
+        plan = plans.choose("gemm", phase=phase, tokens=rows, k=inputs, n=outputs)
+        yield gemm(x, weight, None, plan), expected
+
+
+def _draw(machine: Machine, *shape: int) -> Tensor:
+    # Drawn where it is used: hundreds of millions take the host seconds.
+    generator = torch.Generator(machine.device).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device=machine.device, dtype=_BF16)
+
+
+# ---------------------------------------------------------------------------- adapters
+
+
+def _lora(
+    machine: Machine, plans: PlanTable, extent: Extent, pool: SlotPool, max_rows: int, decode: int
+) -> TritonLora:
+    return TritonLora(
+        pool,
+        shape_of(extent.model),
+        TritonLoraSizes(len(pool.adapters), max(extent.ranks), max_rows, decode),
+        dtype=_BF16,
+        device=machine.device,
+        plans=plans,
+    )
+
+
+def _pool(extent: Extent) -> SlotPool:
+    pool = SlotPool()
+    for slot, rank in enumerate(extent.ranks):
+        shape = shape_of(extent.model)
+        pool.put(slot, random_adapter(shape, rank, _BF16, pin=False, seed=slot, has_ends=True))
+    return pool
+
+
+def _check_lora(
+    machine: Machine, plans: PlanTable, extent: Extent, record: Recorder, column: Column
+) -> None:
+    """Every site beside the reference; then the same again with one adapter that is not a number."""
+    shape, pool, worst = shape_of(extent.model), _pool(extent), Worst()
+    backend = _lora(machine, plans, extent, pool, max(extent.lora_rows), 32)
+    plain = PlainLora(pool, shape)
+    healthy = {}
+    for rows in extent.lora_rows:
+        slots = (np.arange(rows, dtype=np.int32) % (len(extent.ranks) + 1)) - 1
+        for name, y in _sites(machine, backend, extent, pool, slots):
+            worst.see(f"lora {name}", y, _plain_site(machine, plain, extent, name, slots))
+            healthy[rows, name] = y
+    worst.record(record, f"{column} bf16")
+    bad = extent.ranks.index(min(extent.ranks))
+    pool.put(
+        bad,
+        random_adapter(shape, min(extent.ranks), _BF16, pin=False, has_ends=True, fill=torch.nan),
+    )
+    num_unlike_all, num_bad, num_bad_finite = 0, 0, 0
+    for rows in extent.lora_rows:
+        slots = (np.arange(rows, dtype=np.int32) % (len(extent.ranks) + 1)) - 1
+        victims = torch.from_numpy(slots != bad).to(machine.device)
+        for name, y in _sites(machine, backend, extent, pool, slots):
+            num_unlike_all += num_unlike(y[victims], healthy[rows, name][victims])
+            num_bad += int((~victims).sum())
+            num_bad_finite += int(y[~victims].isfinite().any(-1).sum())
+    name = f"lora beside an adapter of NaN, {column} bf16"
+    record.add(name, num_unlike_all, "numbers differ", at_most=0)
+    record.add(f"{name}: its own rows", num_bad_finite, f"finite of {num_bad}", at_most=0)
+
+
+def _inputs(machine: Machine, extent: Extent, name: str, rows: int) -> tuple[Tensor, Tensor]:
+    """(y, x) of a site; of the embedding x are tokens."""
+    model = extent.model
+    if name == "embedding":
+        tokens = torch.arange(rows, device=machine.device) * 7 % model.vocab_size
+        return _draw(machine, rows, model.hidden_size), tokens
+    if name == "head":
+        return _draw(machine, rows, model.vocab_size), _draw(machine, rows, model.hidden_size)
+    layout = next(item for item in site_layouts(shape_of(model)) if item.site == name)
+    return _draw(machine, rows, layout.num_outputs), _draw(machine, rows, layout.num_inputs)
+
+
+_NAMES = ("qkv", "o", "gate_up", "down", "embedding", "head")
+
+
+def _sites(
+    machine: Machine, backend: TritonLora, extent: Extent, pool: SlotPool, slots: np.ndarray
+) -> Iterator[tuple[str, Tensor]]:
+    """(site, y with the deltas)."""
+    batch = backend.prepare(slots, pool.version)
+    assert batch is not None
+    for name in _NAMES:
+        y, x = _inputs(machine, extent, name, len(slots))
+        _add(backend, name, y, x, batch)
+        yield name, y
+
+
+def _plain_site(
+    machine: Machine, plain: PlainLora, extent: Extent, name: str, slots: np.ndarray
+) -> Tensor:
+    y, x = _inputs(machine, extent, name, len(slots))
+    y, x = y.float().cpu(), x.cpu()
+    _add(plain, name, y, x, slots.tolist())
+    return y
+
+
+def _add(backend: TritonLora | PlainLora, name: str, y: Tensor, x: Tensor, batch: object) -> None:
+    if name == "embedding":
+        backend.add_embedding(y, x, batch)  # type: ignore[arg-type]  # each has a batch of its own kind
+    elif name == "head":
+        backend.add_head(y, x, batch)  # type: ignore[arg-type]
+    else:
+        backend.add(y, x, 0, name, batch)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------- crowds
+
+
+def _check_crowds(machine: Machine, plans: PlanTable, extent: Extent, record: Recorder) -> None:
+    """The bits of one row alone and in crowds, kernel by kernel."""
+    for name, rows in (
+        ("gemm", _gemm_in_crowds(machine, plans, extent)),
+        ("lora", _lora_in_crowds(machine, plans, extent)),
+        ("attention", _attention_in_crowds(machine, plans, extent)),
+    ):
+        alone, *crowded = rows
+        num_different = sum(num_unlike(row, alone) for row in crowded)
+        crowds = ", ".join(map(str, extent.crowds))
+        record.add(
+            f"invariant {name}: a row in steps of {crowds}",
+            num_different,
+            f"of {alone.numel() * len(crowded)} numbers differ",
+            at_most=0,
+        )
+
+
+def _gemm_in_crowds(machine: Machine, plans: PlanTable, extent: Extent) -> Iterator[Tensor]:
+    _, outputs, inputs = extent.products[0]
+    x, weight = _draw(machine, max(extent.crowds), inputs), _draw(machine, outputs, inputs)
+    for count in extent.crowds:
+        plan = plans.choose("gemm", phase="decode", tokens=count, k=inputs, n=outputs)
+        yield gemm(x[:count], weight, None, plan)[0]
+
+
+def _lora_in_crowds(machine: Machine, plans: PlanTable, extent: Extent) -> Iterator[Tensor]:
+    pool, most = _pool(extent), max(extent.crowds)
+    backend = _lora(machine, plans, extent, pool, most, most)
+    slots = ((np.arange(most, dtype=np.int32) + 1) % (len(extent.ranks) + 1)) - 1
+    names = _NAMES[:1] if machine.is_rehearsal else _NAMES
+    given = {name: _inputs(machine, extent, name, most) for name in names}
+    for count in extent.crowds:
+        batch = backend.prepare(slots[:count], pool.version)
+        of_row = []
+        for name, (y, x) in given.items():
+            added = y[:count].clone()
+            _add(backend, name, added, x[:count], batch)
+            of_row.append(added[0])
+        yield torch.cat(of_row)
+
+
+def _attention_in_crowds(machine: Machine, plans: PlanTable, extent: Extent) -> Iterator[Tensor]:
+    model, most = extent.model, max(extent.crowds)
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, _BF16)
+    per_row = -(-extent.longest // BLOCK_SIZE)
+    staging = Staging(machine.device)
+    backend = TritonAttention(
+        shape,
+        block_size=BLOCK_SIZE,
+        device=machine.device,
+        plans=plans,
+        staging=staging,
+        max_tokens=most,
+        max_rows=most,
+        max_blocks_per_row=per_row,
+    )
+    staging.seal()
+    kv = backend.allocate_kv(per_row * most)
+    kv.numbers.copy_(_draw(machine, *kv.numbers.shape))
+    qkv = _draw(machine, most, shape.q_size + 2 * shape.kv_size)
+    lengths = np.random.default_rng(4).integers(1, extent.longest, most).astype(np.int32)
+    lengths[0] = extent.longest
+    table = np.arange(per_row * most, dtype=np.int32).reshape(most, per_row)
+    for count in extent.crowds:
+        ones = np.ones(count, np.int32)
+        batch = AttentionBatch(
+            lengths[:count] - ones, ones, table[:count], count, lengths[:count] - ones
+        )
+        plan = backend.prepare(batch)
+        staging.flush()
+        yield backend.forward(qkv[:count].clone(), kv, plan)[0]
+        machine.synchronize()
