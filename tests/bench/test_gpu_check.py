@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from loraplex_engine.attention.base import AttentionBatch
+from loraplex_engine.attention.triton_attention import TritonAttention, TritonPlan
+from loraplex_engine.lora.triton_backend import TritonLora
 from loraplex_kernels import reference_attention
 
-from bench.gpu_check import command, numerics
+from bench.gpu_check import command, machine, model_size, numerics, speed
 from bench.gpu_check.command import Outcome, PartSpec
 from bench.gpu_check.figures import Figure, Recorder, format_table, read_figures
 
@@ -75,6 +81,55 @@ def test_what_only_moves_must_keep_every_bit(tmp_path: Path) -> None:
     assert [figure.holds for figure in read_figures(tmp_path / "figures")] == [True, False]
 
 
+def test_model_size(tmp_path: Path) -> None:
+    figures = rehearse("model-size", tmp_path)
+
+    assert {
+        *("decode, bfloat16 cache, fast", "prompts, int8 cache, fast", "lora head, fast bf16"),
+        *("decode, window and soft cap, fast", "lora beside an adapter of NaN, fast bf16"),
+        *(f"invariant {name}: a row in steps of 1, 3" for name in ("gemm", "lora", "attention")),
+    } <= figures.keys()
+    assert [figure for figure in figures.values() if not figure.holds] == []
+
+
+def test_model_size_tells_a_lost_key_a_leak_and_a_row_that_its_neighbours_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_a_key(self: TritonAttention, batch: AttentionBatch) -> TritonPlan:
+        plan = prepare(self, batch)
+        self._entry.host[: plan.num_entries, 1] -= batch.num_computed_B[: plan.num_entries] > 0
+        return plan
+
+    def leak(self: TritonLora, y: torch.Tensor, x: torch.Tensor, *others: Any) -> None:
+        add(self, y, x, *others)
+        y[0] += 0 * y.sum()  # nothing, unless a neighbour is not a number
+
+    def by_rows(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        return gemm(x, *others) * (1 + 0.01 * (len(x) > 1))
+
+    prepare, add, gemm = TritonAttention.prepare, TritonLora.add, model_size.gemm
+    monkeypatch.setattr(TritonAttention, "prepare", lose_a_key)
+    monkeypatch.setattr(TritonLora, "add", leak)
+    monkeypatch.setattr(model_size, "gemm", by_rows)
+    small = replace(
+        model_size.REHEARSAL,
+        kv_dtypes=(torch.bfloat16,),
+        lora_rows=(3,),
+        prompts=(((2, 3, True),),),
+    )
+    monkeypatch.setattr(model_size, "REHEARSAL", small)
+
+    wrong = {name for name, figure in rehearse("model-size", tmp_path).items() if not figure.holds}
+
+    assert {
+        "decode, bfloat16 cache, fast",
+        "lora beside an adapter of NaN, fast bf16",
+        "invariant gemm: a row in steps of 1, 3",
+    } <= wrong
+    assert "lora qkv, fast bf16" not in wrong
+    assert "prompts, bfloat16 cache, fast" not in wrong
+
+
 def test_parity(tmp_path: Path) -> None:
     figures = rehearse("parity", tmp_path)
 
@@ -86,8 +141,12 @@ def test_parity(tmp_path: Path) -> None:
 def test_bandwidth(tmp_path: Path) -> None:
     figures = rehearse("bandwidth", tmp_path)
 
-    assert len(figures) == 4
+    assert len(figures) == 5
+    assert figures["decode attention, one row of 20 keys among 1 of 5"].value > 0
     assert all(figure.value > 0 for figure in figures.values())
+    lora = [figure for name, figure in figures.items() if name.startswith("LoRA")]
+    # An adapter that the cache holds says nothing of the memory's bandwidth.
+    assert [figure.unit for figure in lora] == ["ms", "% of read bandwidth"]
 
 
 def test_decode(tmp_path: Path) -> None:
@@ -96,16 +155,74 @@ def test_decode(tmp_path: Path) -> None:
     assert {"LoRA off, batch 1", "LoRA idle, batch 2", "2 x r16, batch 2"} <= figures.keys()
     assert "2 of ranks 8..16, batch 2" in figures
     assert figures["LoRA idle, batch 1"].target == 98.6
+    assert "over 1 turns" in figures["LoRA idle, batch 1"].note
+    assert "a prompt of 5 among 1 decoding rows, 2 x r16" in figures
     assert figures["batch 1 with graphs, of the weight-read roofline"].target == 75.0
     assert all(figure.value > 0 for figure in figures.values())
 
 
+@pytest.mark.slow  # goes the way of test_decode
 def test_invariant(tmp_path: Path) -> None:
     figures = rehearse("invariant", tmp_path)
 
     assert {"base, batch 1", "base, batch 2", "2 x r16, batch 2"} == figures.keys() - {
         "1 x r16, batch 1"
     }
+
+
+def test_in_turns_a_clock_that_drifts_counts_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, speed_of_clock = [0.0], [1.0]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+
+    def work(seconds: float) -> None:
+        now[0] += seconds * speed_of_clock[0]
+        speed_of_clock[0] *= 1.05
+
+    pair = speed.in_turns(lambda: work(1.0), lambda: work(1.25), turns=10, repeats=1)
+
+    assert len(pair.bases) == 10
+    assert pair.percent == pytest.approx(80, rel=0.06)
+    assert pair.spread.endswith("over 10 turns")
+
+
+def test_device_time_holds_no_launch_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("event")
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: object) -> float:
+            del end
+            return 0.8  # milliseconds
+
+    class Graph:
+        def __init__(self, run: Callable[[], None]) -> None:
+            self.run = run
+
+        def replay(self) -> None:
+            calls.append("replay")
+            self.run()
+
+    class Backend:
+        capture = staticmethod(Graph)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("busy"))
+    gpu = object.__new__(machine.CudaMachine)
+    monkeypatch.setattr(gpu, "graph_backend", Backend)
+
+    microseconds = gpu.time_us(lambda: calls.append("run"), repeats=24)
+
+    assert microseconds == pytest.approx(100)  # of each of the eight in a graph
+    one = ["busy", "event", "replay", *["run"] * 8, "event"]
+    assert calls == ["replay", *["run"] * 8, *one * 3]
 
 
 # What comes with torch and Triton, and what deploy/gpu-requirements.txt names.
