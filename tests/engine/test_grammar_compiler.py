@@ -105,6 +105,8 @@ HOSTILE: list[tuple[Grammar, type[GrammarError] | None]] = [
     (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), GrammarError),
     (schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}), GrammarError),
     (schema({"enum": [f"value {i}" for i in range(15_000)]}), None),
+    # An automaton with a state for each remainder: native code that never comes back by itself.
+    (schema({"type": "number", "multipleOf": 2147483648}), GrammarTooComplexError),
     (Grammar(kind="regex", value="a" * (MAX_GRAMMAR_CHARS - 1)), None),
     (Grammar(kind="lark", value='start: "' + "b" * (MAX_GRAMMAR_CHARS - 20) + '"'), None),
     (Grammar(kind="json_schema", value="{" + " " * (MAX_GRAMMAR_CHARS - 2) + "}"), None),
