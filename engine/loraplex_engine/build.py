@@ -21,6 +21,7 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.device.memory_profile import MemoryPlan
+from loraplex_engine.device.selection import select_device
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
 from loraplex_engine.fingerprint import fingerprint_model
 from loraplex_engine.kv.setup import open_prefix_cache
@@ -170,7 +171,9 @@ def assemble_engine(
         ModelError, ConfigError: the model folder or a setting is wrong.
     """
     cache = cache or cache_dir()
-    compute = open_compute(config, cache=cache)
+    device = select_device(config.device)
+    config = config.for_device(is_gpu=device.is_cuda)
+    compute = open_compute(config, cache=cache, device=device)
     model, sizes, attention = compute.model, compute.sizes, compute.attention
     lora, runner = compute.lora, compute.runner
     if lora is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
 import structlog
 import torch
 from loraplex_kernels.plans import PlanTable, open_plans
@@ -26,6 +27,7 @@ from loraplex_engine.device.graphs import (
     CudaGraphBackend,
     DecodeGraphs,
     GraphBackend,
+    GraphKey,
     row_buckets,
 )
 from loraplex_engine.device.inputs import StagedInputs
@@ -39,10 +41,11 @@ from loraplex_engine.device.memory_profile import (
 from loraplex_engine.device.selection import EngineDevice, select_device
 from loraplex_engine.device.staging import Staging
 from loraplex_engine.errors import ConfigError
-from loraplex_engine.lora.seam import CapturableLora
+from loraplex_engine.lora.seam import CapturableLora, LoraBackend
 from loraplex_engine.lora.setup import Lora, LoraDevice, open_lora
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
+from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load_model
 from loraplex_engine.sampling.setup import open_survivors
 from loraplex_engine.threads import usable_cpus
@@ -54,6 +57,8 @@ log = structlog.get_logger(__name__)
 
 # The kernels that the interpreter runs are those of this table.
 _INTERPRETED_ARCH: Final = "sm_90"
+# Up to so many rows the sampling kernels take one plan, beyond another.
+_FEW_ROWS: Final = 64
 # The start-up self-check tries steps of so many rows, whatever is served.
 _MIN_ROWS: Final = 130
 
@@ -101,6 +106,7 @@ def open_compute(
         ModelError, ConfigError: the model folder or a setting is wrong, or does not fit the device.
     """
     device = device or select_device(config.device)
+    config = config.for_device(is_gpu=device.is_cuda)
     _check_backends(config, device)
     if device.is_cuda:
         torch.cuda.set_device(device.torch_device)
@@ -170,19 +176,44 @@ def _open_lora(config: EngineConfig, cache: Path, on_device: LoraDevice | None) 
         raise ConfigError(f"--store-url {config.store_url}: {error}") from error
 
 
-def warm_up(runner: ModelRunner, max_tokens: int) -> int:
-    """Run prefill steps of doubling size, so that no request waits for their kernels to be compiled.
+def warm_up(runner: ModelRunner, max_tokens: int, *, lora: LoraBackend | None = None) -> int:
+    """Run what requests may ask for, so that none waits for kernels to be compiled.
+
+    Prefill steps of doubling size; rows that are filtered before they are drawn, few and many; decoding steps;
+    copies of blocks; and adapters' kernels under each of their plans.
 
     Writes into the KV cache's first block: to be called before the first request.
 
     Returns:
-        How many steps it ran.
+        How many prefill steps it ran.
     """
-    longest = min(max_tokens, runner.limits.max_model_len)
+    limits = runner.limits
+    longest = min(max_tokens, limits.max_model_len)
     sizes = [2**exponent for exponent in range(1, longest.bit_length()) if 2**exponent < longest]
     for size in (*sizes, longest):
         runner.launch(largest_step(max_tokens=size, max_rows=1, max_len=longest, num_slots=0))
         runner.collect()
+    for num_rows in sorted({min(_FEW_ROWS, limits.max_num_seqs), limits.max_num_seqs}):
+        runner.launch(
+            largest_step(
+                max_tokens=num_rows,
+                max_rows=num_rows,
+                max_len=1,
+                num_slots=0,
+                sampling=SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9),
+            )
+        )
+        runner.collect()
+    if runner.graphs is not None:
+        for num_rows in sorted({key.num_rows for key in runner.graphs.keys}):
+            runner.forward_pass.run_stand_in(GraphKey(num_rows, 0))
+    with torch.inference_mode():
+        # Onto themselves. A compiler may tell one from several.
+        for num_copies in sorted({1, min(2, limits.num_blocks)}):
+            block_C = np.arange(num_copies, dtype=np.int64)
+            runner.forward_pass.copy_blocks(np.stack((block_C, block_C), axis=1))
+        if isinstance(lora, CapturableLora):
+            lora.warm_up(runner.model.config.num_token_ids)
     return len(sizes) + 1
 
 
@@ -302,7 +333,7 @@ class _TritonAssembly:
         sizes = given or self._sizes(model, memory.kv_bytes if memory else None)
         runner.resize(num_blocks=sizes.num_blocks, max_model_len=sizes.max_model_len)
         if self._device.is_cuda:
-            warm_up(runner, config.max_num_batched_tokens)
+            warm_up(runner, config.max_num_batched_tokens, lora=lora.backend if lora else None)
         self._stage = "the graphs"
         if graphs is not None and config.cuda_graphs and self._graph_backend is not None:
             self._capture(runner, graphs)

@@ -8,7 +8,7 @@ Units: a block is `block_size` tokens; memory is bytes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +23,13 @@ BackendName = Literal["auto", "torch", "native", "triton"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+# Where a setting is the device's to decide. A GPU computes many rows in about the time of one, and needs
+# thousands of tokens to be busy in prefill.
+DEFAULT_BATCHED_TOKENS = 512
+DEFAULT_GPU_BATCHED_TOKENS = 8192
+DEFAULT_SEQS = 64
+DEFAULT_GPU_SEQS = 256
+_BY_DEVICE = ("max_num_batched_tokens", "max_num_seqs")
 MAX_BLOCK_SIZE = 512
 MAX_LORA_RANK = 512
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -67,8 +74,10 @@ class EngineConfig:
     # None: on a CPU 512 MiB, or one whole context where that is more; on a GPU what the rest leaves.
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None  # None: what the model and the KV cache hold
-    max_num_batched_tokens: int = 512  # computed per step, over all rows
-    max_num_seqs: int = 64  # rows
+    max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS  # computed per step, over all rows
+    max_num_seqs: int = DEFAULT_SEQS  # rows
+    # Names of those of the last two that nobody gave: `for_device` sets them.
+    by_device: frozenset[str] = frozenset()
     max_waiting: int = 256  # queued requests; more are refused
     policy: PolicyName = "fair"  # who is served first: `policies`
     aging_s: float = 30.0  # waiting for so long outweighs a step of priority, or earns a turn
@@ -146,7 +155,9 @@ class EngineConfig:
                 "num_blocks and kv_memory_bytes both set the KV cache's size: give one"
             )
         _check_device(self)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if not self.by_device <= set(_BY_DEVICE):
+            raise ConfigError(f"by_device is {set(self.by_device)}: it may name {_BY_DEVICE} only")
+        if self.max_num_batched_tokens < self.max_num_seqs and not self.by_device:
             # Fewer tokens than rows would leave the last rows without a token for as long as it lasts.
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs "
@@ -197,6 +208,28 @@ class EngineConfig:
             )
         if not 0.0 <= self.kv_watermark <= 0.5:
             raise ConfigError(f"kv_watermark is {self.kv_watermark}: use a share between 0 and 0.5")
+
+    def for_device(self, *, is_gpu: bool) -> EngineConfig:
+        """These settings with what the device decides decided; the same where nothing is left to it.
+
+        Raises:
+            ConfigError: what it decides contradicts another setting.
+        """
+        if not self.by_device:
+            return self
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if "max_num_batched_tokens" in self.by_device:
+            tokens = DEFAULT_GPU_BATCHED_TOKENS if is_gpu else DEFAULT_BATCHED_TOKENS
+        if "max_num_seqs" in self.by_device:
+            seqs = min(DEFAULT_GPU_SEQS if is_gpu else DEFAULT_SEQS, tokens)
+        return replace(
+            self, max_num_batched_tokens=tokens, max_num_seqs=seqs, by_device=frozenset()
+        )
+
+    @property
+    def most_seqs(self) -> int:
+        """No fewer than `max_num_seqs` will be, whatever the device."""
+        return DEFAULT_GPU_SEQS if "max_num_seqs" in self.by_device else self.max_num_seqs
 
     def longest(self, max_position_embeddings: int) -> int:
         """The longest sequence that is asked for, whatever the KV cache holds.

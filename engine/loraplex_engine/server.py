@@ -153,7 +153,7 @@ class EngineServer:
             self._metrics,
             replica_id=options.replica_id,
             incarnation=self._incarnation,
-            max_live=config.max_num_seqs + config.max_waiting,
+            max_live=config.most_seqs + config.max_waiting,
             gateway_timeout_s=options.gateway_timeout_s,
             gateway_queue_bytes=options.gateway_queue_bytes,
         )

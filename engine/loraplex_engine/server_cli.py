@@ -16,7 +16,11 @@ from typing import Any, get_args
 import structlog
 
 from loraplex_engine.config import (
+    DEFAULT_BATCHED_TOKENS,
+    DEFAULT_GPU_BATCHED_TOKENS,
     DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_GPU_SEQS,
+    DEFAULT_SEQS,
     Admission,
     BackendName,
     DeviceName,
@@ -176,8 +180,20 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(batch, "--block-size", "Tokens per KV block.", type=int, default=16)
     flag(batch, "--num-blocks", "KV blocks, instead of --kv-memory-bytes.", type=int)
     flag(batch, "--kv-memory-bytes", "Memory of the KV cache.", type=int)
-    flag(batch, "--max-num-batched-tokens", "Tokens per step.", type=int, default=512)
-    flag(batch, "--max-num-seqs", "Requests that run at once.", type=int, default=64)
+    flag(
+        batch,
+        "--max-num-batched-tokens",
+        f"Tokens per step; by default {DEFAULT_BATCHED_TOKENS} on a CPU, {DEFAULT_GPU_BATCHED_TOKENS} on a"
+        " GPU.",
+        type=int,
+    )
+    flag(
+        batch,
+        "--max-num-seqs",
+        f"Requests that run at once; by default {DEFAULT_SEQS} on a CPU, {DEFAULT_GPU_SEQS} on a GPU, and"
+        " no more than there are tokens per step.",
+        type=int,
+    )
     flag(batch, "--max-waiting", "Requests that may queue.", type=int, default=256)
     flag(batch, "--kv-watermark", "Share kept free when admitting.", type=float, default=0.02)
 
@@ -390,8 +406,13 @@ def read_options(
         num_blocks=values.num_blocks,
         kv_memory_bytes=values.kv_memory_bytes,
         max_model_len=values.max_model_len,
-        max_num_batched_tokens=values.max_num_batched_tokens,
-        max_num_seqs=values.max_num_seqs,
+        max_num_batched_tokens=_or_default(values.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS),
+        max_num_seqs=_or_default(values.max_num_seqs, DEFAULT_SEQS),
+        by_device=frozenset(
+            name
+            for name in ("max_num_batched_tokens", "max_num_seqs")
+            if getattr(values, name) is None
+        ),
         max_waiting=values.max_waiting,
         kv_watermark=values.kv_watermark,
         policy=values.policy,
@@ -421,6 +442,8 @@ def read_options(
         ngram_min=values.ngram_min,
         ngram_max=values.ngram_max,
     )
+    if config.device == "cpu":
+        config = config.for_device(is_gpu=False)
     options = ServerOptions(
         address=values.address,
         replica_id=values.replica_id,
@@ -441,6 +464,11 @@ def read_options(
         die_with_parent=values.die_with_parent,
     )
     return values, config, options
+
+
+def _or_default(value: int | None, default: int) -> int:
+    """0 was given, and is refused as any other wrong number."""
+    return default if value is None else value
 
 
 def _split_commas(values: list[str] | str) -> tuple[str, ...]:

@@ -177,9 +177,15 @@ def test_warming_up_runs_prefill_of_every_size_up_to_the_longest(tmp_path: Path)
         launch(step)
 
     runner.launch = watched  # type: ignore[method-assign]
+    copied: list[list[list[int]]] = []
+    runner.forward_pass.copy_blocks = lambda copies: copied.append(copies.tolist())  # type: ignore[method-assign]
 
     assert warm_up(runner, 20) == 4
-    assert sizes == [2, 4, 8, 16]
+    # At last all rows, one token each, filtered.
+    assert sizes == [2, 4, 8, 16, 3]
+    assert runner._params[2] is not None
+    assert runner._params[2].top_p < 1
+    assert copied == [[[0, 0]]]
 
 
 def test_without_graphs_none_is_recorded_for_trial(tmp_path: Path) -> None:

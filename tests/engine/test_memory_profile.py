@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from loraplex_engine.device.graphs import DecodeGraphs, GraphKey
 from loraplex_engine.device.memory_profile import (
     MemoryUse,
     estimate_graphs,
     largest_step,
     plan_memory,
+    trial_keys,
 )
 from loraplex_engine.errors import ConfigError
 
@@ -54,7 +56,7 @@ def test_nothing_left_is_an_error_with_every_number_and_what_to_do() -> None:
         "adapter slots (max_loras, max_lora_rank) 2.00 GiB",
         "the largest step (max_num_batched_tokens, max_num_seqs) 3.00 GiB",
         "graphs 1.00 GiB",
-        "staging 0.25 GiB",
+        "staging and attention's workspace (max_num_seqs, max_model_len) 0.25 GiB",
         "CUDA and other processes 0.50 GiB",
         "leave -0.15 GiB, where 0.50 GiB are needed",
         "Raise gpu_memory_utilization; or lower max_loras or max_lora_rank; or lower",
@@ -74,6 +76,14 @@ def test_an_error_recommends_nothing_that_would_not_help() -> None:
     assert "max_loras" not in text
     assert "cuda-graphs" not in text
     assert "graphs 0" not in text
+
+
+def test_the_graphs_that_are_tried_have_adapters_where_there_are_any() -> None:
+    with_adapters = DecodeGraphs(None, (1, 2, 4), (1, 2, 3)).keys
+    without = DecodeGraphs(None, (1, 2, 4)).keys
+
+    assert trial_keys(with_adapters) == (GraphKey(4, 3), GraphKey(1, 1))
+    assert trial_keys(without) == (GraphKey(4, 0), GraphKey(1, 0))
 
 
 def test_graphs_of_one_pool_are_estimated_from_two_of_them() -> None:

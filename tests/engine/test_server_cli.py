@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 from loraplex_engine.config import EngineConfig
+from loraplex_engine.errors import ConfigError
 from loraplex_engine.server_cli import main, read_options
 
 
@@ -133,3 +134,28 @@ def test_a_folder_without_a_model_exits_2(folder: Path, capsys: pytest.CaptureFi
 
     assert code == 2
     assert f"{folder}/none" in capsys.readouterr().err
+
+
+def test_a_steps_size_is_the_devices_to_decide_where_it_is_not_given() -> None:
+    usual = ["--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x"]
+
+    def sizes(config: EngineConfig) -> tuple[int, int]:
+        return config.max_num_batched_tokens, config.max_num_seqs
+
+    _, neither, _ = read_options(usual, {})
+    _, one, _ = read_options([*usual, "--max-num-batched-tokens", "100"], {})
+    _, other, _ = read_options([*usual, "--max-num-seqs", "1000"], {})
+
+    assert sizes(neither.for_device(is_gpu=False)) == (512, 64)
+    assert sizes(neither.for_device(is_gpu=True)) == (8192, 256)
+    assert neither.most_seqs == 256
+    assert sizes(one.for_device(is_gpu=False)) == (100, 64)
+    assert sizes(one.for_device(is_gpu=True)) == (100, 100)
+    assert sizes(other.for_device(is_gpu=True)) == (8192, 1000)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 512, below max_num_seqs 1000"):
+        other.for_device(is_gpu=False)
+    # Where the device is known already, what is wrong is said at once; and 0 is not the same as nothing.
+    with pytest.raises(ConfigError, match="below max_num_seqs 1000"):
+        read_options([*usual, "--device", "cpu", "--max-num-seqs", "1000"], {})
+    with pytest.raises(ConfigError, match="max_num_seqs is 0"):
+        read_options([*usual, "--max-num-seqs", "0"], {})

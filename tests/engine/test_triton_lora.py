@@ -13,6 +13,7 @@ import pytest
 import torch
 from loraplex_engine.artifact import AdapterArtifact, AdapterStore, ArtifactError, ModelShape
 from loraplex_engine.device.staging import Staging
+from loraplex_engine.lora import triton_backend
 from loraplex_engine.lora.backend import TorchLora
 from loraplex_engine.lora.device_slots import DeviceAdapter, DeviceSlots, pack_device, slot_size
 from loraplex_engine.lora.seam import CapturableLora, LoraBackend, LoraBatch
@@ -20,7 +21,8 @@ from loraplex_engine.lora.setup import LoraDevice, open_lora
 from loraplex_engine.lora.sites import SITES, site_layouts
 from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
 from loraplex_engine.lora.weights import pack_torch
-from loraplex_kernels.plans import Column, PlanTable, open_plans
+from loraplex_kernels.lora_route import LoraRoute
+from loraplex_kernels.plans import Column, Plan, PlanTable, open_plans
 from torch import Tensor
 
 from tests.support.adapter_files import ALL_LINEARS, OUTSIDE, make_adapter
@@ -357,3 +359,66 @@ def test_a_backend_that_does_not_go_with_the_device_is_refused(tmp_path: Path) -
             cache_dir=tmp_path,
             backend="triton",
         )
+
+
+_KERNELS = ("lora_shrink", "lora_expand", "lora_rows_shrink", "lora_rows_expand", "lora_embed")
+
+
+@pytest.mark.parametrize("column", ["fast", "invariant"])
+def test_warming_up_launches_every_plan_that_a_step_may_take(
+    column: Column, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[tuple[str, int, str]] = set()
+    for name in _KERNELS:
+
+        def launch(*args: object, kernel: str = name, **_: object) -> None:
+            plan = next(arg for arg in args if isinstance(arg, Plan))
+            route = next(arg for arg in args if isinstance(arg, LoraRoute))
+            assert route.slot_B.eq(-1).all()
+            launched.add((kernel, route.block_rows, plan.label))
+
+        monkeypatch.setattr(triton_backend, name, launch)
+    sizes = TritonLoraSizes(num_slots=2, max_rank=64, max_tokens=3000, max_decode_tokens=80)
+    backend = TritonLora(
+        Slots([]), SHAPE, sizes, dtype=torch.bfloat16, device=CPU, plans=open_plans("sm_90", column)
+    )
+
+    backend.warm_up(SHAPE.vocab_size)
+
+    expected = set()
+    for num_rows in range(1, sizes.max_tokens + 1):
+        for rank in (16, 32, 48, 64):
+            work = backend._work(num_rows, 1, rank)
+            names = _KERNELS[2:4] if work.block_rows == 1 else _KERNELS[:2]
+            expected.add(("lora_embed", work.block_rows, work.embed.label))
+            for plans in work.linears.values():
+                expected |= {
+                    (names[0], work.block_rows, plans.shrink.label),
+                    (names[1], work.block_rows, plans.expand.label),
+                }
+    assert launched == expected
+    assert len(expected) > (5 if column == "fast" else 2)
+
+
+def test_warming_up_changes_nothing_and_a_buffer_of_its_own_is_waited_for(
+    artifacts: list[AdapterArtifact],
+) -> None:
+    backend = open_backend(Slots([pack(artifacts[0])]))
+    step = Step(3)
+    before = step.run(backend, backend.prepare(slot_array([0, -1, 0]), 1))
+
+    assert backend.warm_up(SHAPE.vocab_size - 3) >= 1
+
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+
+    assert backend._own_staging is not None
+    backend._own_staging.wait = wait  # type: ignore[method-assign]
+    after = step.run(backend, backend.prepare(slot_array([0, -1, 0]), 2))
+    assert all(map(torch.equal, before, after))
+    assert waits == 1
+    backend.capture_batch(2, 1)
+    assert waits == 2

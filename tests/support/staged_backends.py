@@ -149,6 +149,9 @@ class StagedLora:
         (self._slot_R if of_head else self._slot_T).put(slot_T.astype(np.int64))
         return StagedLoraBatch(slots, len(slot_T), of_head)
 
+    def warm_up(self, num_scores: int) -> int:
+        return 0
+
     def capture_batch(self, num_tokens: int, active_bucket: int) -> StagedLoraBatch:
         assert active_bucket in self.active_buckets
         self._slot_T.put(np.full(num_tokens, -1))

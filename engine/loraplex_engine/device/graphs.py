@@ -74,7 +74,11 @@ class CudaGraphBackend:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Of this thread alone: a loader may pin an adapter's memory meanwhile, which is none of the recording's
+        # business and would end a "global" one.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             run()
         return graph
 

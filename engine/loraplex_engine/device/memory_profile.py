@@ -9,12 +9,14 @@ Unit: bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from loraplex_engine.device.graphs import GraphKey
 from loraplex_engine.errors import ConfigError
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner
@@ -29,7 +31,8 @@ class MemoryUse:
 
     weights: int
     lora: int = 0  # adapter slots and workspace
-    staging: int = 0  # a step's metadata, and outputs at fixed addresses
+    # A step's metadata, outputs at fixed addresses, and the workspace of decoding's attention.
+    staging: int = 0
     activations: int = 0  # at the peak of the largest step
     graphs: int = 0
     outside: int = 0  # CUDA's own, and other processes on the GPU
@@ -87,7 +90,7 @@ def plan_memory(
                 ("adapter slots (max_loras, max_lora_rank)", use.lora),
                 ("the largest step (max_num_batched_tokens, max_num_seqs)", use.activations),
                 ("graphs", use.graphs),
-                ("staging", use.staging),
+                ("staging and attention's workspace (max_num_seqs, max_model_len)", use.staging),
                 ("CUDA and other processes", use.outside),
             )
             if size
@@ -95,7 +98,7 @@ def plan_memory(
         remedies = ["raise gpu_memory_utilization"] if utilization < 1.0 else []
         if use.lora:
             remedies.append("lower max_loras or max_lora_rank")
-        remedies.append("lower max_num_batched_tokens or max_num_seqs")
+        remedies.append("lower max_num_batched_tokens, max_num_seqs or max_model_len")
         if use.graphs:
             remedies.append("use --no-cuda-graphs")
         remedies.append("free the GPU of other processes, or take a larger one")
@@ -105,6 +108,17 @@ def plan_memory(
             f" {_gib(needed_kv_bytes)} are needed at least. {_sentence(remedies)}"
         )
     return MemoryPlan(device_bytes, budget, use, left)
+
+
+def trial_keys(keys: Sequence[GraphKey]) -> tuple[GraphKey, GraphKey]:
+    """Which graphs tell what all take: the largest, and the smallest with adapters.
+
+    One without adapters holds fewer launches than most do.
+
+    Args:
+        keys: largest first.
+    """
+    return keys[0], next(key for key in keys if key.num_rows == keys[-1].num_rows)
 
 
 def estimate_graphs(largest: int, another: int, count: int) -> int:
@@ -117,7 +131,14 @@ def estimate_graphs(largest: int, another: int, count: int) -> int:
     return max(largest, 0) + max(another, 0) * max(count - 1, 0) if count else 0
 
 
-def largest_step(*, max_tokens: int, max_rows: int, max_len: int, num_slots: int) -> Step:
+def largest_step(
+    *,
+    max_tokens: int,
+    max_rows: int,
+    max_len: int,
+    num_slots: int,
+    sampling: SamplingParams | None = None,
+) -> Step:
     """A step that takes as much memory as any: all tokens, all rows, all adapter slots, all rows sampled.
 
     Every sequence is written to block 0: to be run where nothing is kept there.
@@ -125,15 +146,16 @@ def largest_step(*, max_tokens: int, max_rows: int, max_len: int, num_slots: int
     Args:
         max_len: longest sequence, in tokens.
         num_slots: adapter slots; 0: no adapters.
+        sampling: of all rows; None: greedy.
     """
     share, extra = divmod(max_tokens, max_rows)
     counts = [min(share + (row < extra), max_len) for row in range(max_rows)]
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    sampling = sampling or SamplingParams(max_tokens=1, temperature=0.0)
     return Step(
         step_id=-1,
         freed_rows=(),
         new_rows=tuple(
-            NewRow(row, (0,) * count, count, (0,), row % num_slots if num_slots else -1, greedy)
+            NewRow(row, (0,) * count, count, (0,), row % num_slots if num_slots else -1, sampling)
             for row, count in enumerate(counts)
         ),
         block_updates=(),
@@ -255,7 +277,7 @@ def _measure_graphs(meter: DeviceMeter, runner: ModelRunner) -> int:
     if graphs is None:
         return 0
     fills = []
-    for key in (graphs.keys[0], graphs.keys[-1]):
+    for key in trial_keys(graphs.keys):
         meter.tidy()
         before = meter.taken()
         runner.forward_pass.capture(key)

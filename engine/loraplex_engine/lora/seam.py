@@ -112,6 +112,16 @@ class CapturableLora(LoraBackend, Protocol):
         """The batch's number of distinct adapters, rounded up to a bucket."""
         ...
 
+    def warm_up(self, num_scores: int) -> int:
+        """Launch every kernel under every plan that a step may take, changing nothing.
+
+        Args:
+            num_scores: ids that the head computes.
+        Returns:
+            How many sets of plans there were.
+        """
+        ...
+
     def capture_batch(self, num_tokens: int, active_bucket: int) -> LoraBatch:
         """A batch that stands for every step of `num_tokens` rows and this bucket, while recording.
 

@@ -192,6 +192,7 @@ class TritonLora:
                 f"a step has {len(slot_T)} rows, room was reserved for {self._sizes.max_tokens}"
             )
         region = self._sampled if of_head else self._step
+        self._wait_own()
         # Decoding repeats its step's rows until one of them or a slot changes.
         key = (slot_T.tobytes(), pool_version)
         if region.key == key and region.batch is not None:
@@ -296,6 +297,7 @@ class TritonLora:
         if active_bucket not in self.active_buckets:
             raise ValueError(f"active_bucket is {active_bucket}, not one of {self.active_buckets}")
         region = self._step
+        self._wait_own()
         region.key = region.batch = None
         work = self._work(num_tokens, active_bucket, self._rank)
         region.use(work)
@@ -303,6 +305,58 @@ class TritonLora:
         region.row_P.host[: work.num_blocks * work.block_rows] = -1
         self._flush_own()
         return self._make_batch(region, num_tokens, work, list(self._most_S))
+
+    # ------------------------------------------------------------------------------------- at start
+
+    def warm_up(self, num_scores: int) -> int:
+        """Launch every kernel under every plan that a step may take, on rows of nobody: nothing is changed.
+
+        So that the first step with an adapter, a longer prompt or an adapted head does not wait for a compiler.
+
+        Args:
+            num_scores: ids that the head computes.
+        Returns:
+            How many sets of plans there were.
+        """
+        tables = ("lora_route", "lora_shrink", "lora_expand", "lora_embed")
+        tables += ("lora_rows_shrink", "lora_rows_expand")
+        bounds = {entry.when.max_tokens for name in tables for entry in self._plans.entries(name)}
+        ranks = {entry.when.max_rank for name in tables for entry in self._plans.entries(name)}
+        ranks = {rank for rank in ranks if rank and rank < self._rank} | {self._rank}
+        sizes = self._sizes
+        counts = {bound for bound in bounds if bound and bound < sizes.max_tokens}
+        seen = set()
+        for num_rows in sorted(counts | {sizes.max_decode_tokens, sizes.max_tokens}):
+            is_decode = num_rows <= sizes.max_decode_tokens
+            for rank in (self._rank,) if is_decode else sorted(ranks):
+                work = self._plan("decode" if is_decode else "prefill", num_rows, 1, rank)
+                names = [work.embed.label]
+                for plans in work.linears.values():
+                    names += [plans.shrink.label, plans.expand.label]
+                key = (work.phase, work.block_rows, *names)
+                if key not in seen:
+                    seen.add(key)
+                    self._launch_nobody(work, num_scores)
+        return len(seen)
+
+    def _launch_nobody(self, work: _Work, num_scores: int) -> None:
+        device, dtype = self._h.device, self.slots.kernel_view.weights.dtype
+        route = LoraRoute(
+            row_P=torch.full((work.block_rows,), -1, dtype=torch.int32, device=device),
+            slot_B=torch.full((1,), -1, dtype=torch.int32, device=device),
+            num_blocks=1,
+            block_rows=work.block_rows,
+        )
+        batch = _TritonBatch(_TRIAL_ROWS, work, route, self._most_S, adapts_head=True)
+
+        def rows(width: int) -> Tensor:
+            return torch.zeros(_TRIAL_ROWS, width, dtype=dtype, device=device)
+
+        for site, linear in self._linears.items():
+            self.add(rows(sum(linear.widths)), rows(linear.num_inputs), 0, site, batch)
+        token_T = torch.zeros(_TRIAL_ROWS, dtype=torch.int64, device=device)
+        self.add_embedding(rows(self._hidden_size), token_T, batch)
+        self.add_head(rows(num_scores), rows(self._hidden_size), batch)
 
     # -------------------------------------------------------------------------------------- plans
 
@@ -422,10 +476,16 @@ class TritonLora:
     def _bucket(self, num_active: int) -> int:
         return next(bucket for bucket in self.active_buckets if bucket >= num_active)
 
+    def _wait_own(self) -> None:
+        """Before the first write: the last copy may still be reading."""
+        if self._own_staging is not None:
+            self._own_staging.wait()
+
     def _flush_own(self) -> None:
         if self._own_staging is not None:
             self._own_staging.flush()
 
 
+_TRIAL_ROWS: Final = 16
 # Row counts of prefill vary freely; what is remembered of them is dropped now and then.
 _MAX_WORKS: Final = 4096
