@@ -237,6 +237,9 @@ def assemble_engine(
     return AssembledEngine(core, facts, runner, lora, grammars, compute.memory)
 
 
+_MOST_GPU_ROWS = 1024
+
+
 def _does_row_rule_hold(
     config: EngineConfig,
     compute: Compute,
@@ -251,6 +254,10 @@ def _does_row_rule_hold(
         log.info("row_rule_not_promised", plans=compute.plans.column, device=compute.device.name)
         return False
     shape = ModelShape.from_config_json(config.model_dir / "config.json")
+    max_rows = config.max_num_batched_tokens
+    if compute.device.is_cuda:
+        # The KV cache has left little memory, and beyond some tiles a kernel of one plan does nothing new.
+        max_rows = min(max_rows, _MOST_GPU_ROWS)
     return recall_or_check(
         cache / "row_rule",
         {
@@ -258,13 +265,13 @@ def _does_row_rule_hold(
             "backends": backends,
             "device": [compute.device.name, compute.device.isa],
             "block_size": config.block_size,
-            "max_rows": config.max_num_batched_tokens,
+            "max_rows": max_rows,
         },
         lambda: (
             check_row_rule(
                 compute.runner,
                 lora=make_trial(compute.lora, shape) if compute.lora else None,
-                max_rows=config.max_num_batched_tokens,
+                max_rows=max_rows,
             ).holds
         ),
     )

@@ -63,8 +63,9 @@ class EngineConfig:
     # Triton's interpreter, for tests.
     attention_backend: BackendName = "auto"
     lora_backend: BackendName = "auto"
-    # On a GPU: take the launch plans under which a row's bits do not depend on its neighbours, at some
-    # cost in speed. On a CPU they never do.
+    # On a GPU: take the launch plans under which a row's bits do not depend on its neighbours, nor on how its
+    # prompt was cut up, found in the cache or computed again, nor on drafts, at some cost in speed. On a
+    # CPU they never do.
     batch_invariant: bool = False
     cuda_graphs: bool = True  # on a GPU: decode by replaying recorded launches
     # Of a GPU's memory, what the engine may take in all; None: 0.9, unless the KV cache's size is given.

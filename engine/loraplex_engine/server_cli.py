@@ -111,8 +111,8 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(
         device,
         "--batch-invariant",
-        "On a GPU: a row's bits do not depend on its neighbours, at some cost in speed; on a CPU they"
-        " never do.",
+        "On a GPU: a row's bits do not depend on its neighbours, nor on how its prompt was cut up, found in"
+        " the cache or computed again, nor on guesses, at some cost in speed; on a CPU they never do.",
         action="store_true",
     )
     flag(

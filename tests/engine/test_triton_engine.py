@@ -18,6 +18,9 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.protocol import Generate, SamplingParams, TokenLogprobs
+from loraplex_engine.row_rule import check_row_rule
+from loraplex_engine.runner import ModelRunner
+from loraplex_engine.step import Step
 
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
 from tests.support.core_driver import run_to_end
@@ -56,12 +59,12 @@ class Stand:
             "max_model_len": 64,
             "prefix_cache": False,
             "speculative": "off",
+            "dtype": "float32",
         } | settings
         config = EngineConfig(
             model_dir=self.folder / "model",
             base_model="tiny",
             device="cpu",
-            dtype="float32",
             attention_backend=backend,  # type: ignore[arg-type]
             lora_backend=backend,  # type: ignore[arg-type]
             max_loras=2,
@@ -226,17 +229,71 @@ def test_recorded_steps_have_the_bits_of_eager_ones(stand: Stand) -> None:
     assert stats.mixed_steps_total > 0
 
 
-def test_under_invariant_plans_a_row_s_bits_are_its_own_within_a_phase(stand: Stand) -> None:
-    # Prompts of two tokens or more, all in the first step: decoding and prefill do not meet.
-    requests = requests_for(stand, 3, max_tokens=4)
-    settings = {"batch_invariant": True, "max_num_batched_tokens": 128, "num_blocks": 24}
-    crowd = stand.open("triton", **settings)
-    alone = stand.open("triton", **settings)
+def watch_kinds(runner: ModelRunner) -> set[str]:
+    """Filled with what comes by: `end`, one token that ends a prompt; `beside`, decoding beside a prompt."""
+    kinds: set[str] = set()
+    launch = runner.launch
 
+    def watched(step: Step) -> None:
+        launch(step)
+        left_B = runner._num_prompt[step.rows_B] - step.num_computed_B
+        if ((left_B == 1) & (step.num_scheduled_B == 1) & (step.num_computed_B > 0)).any():
+            kinds.add("end")
+        if (left_B <= 0).any() and (left_B > 1).any():
+            kinds.add("beside")
+
+    runner.launch = watched  # type: ignore[method-assign]
+    return kinds
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_under_invariant_plans_a_row_s_bits_are_its_own(stand: Stand, dtype: str) -> None:
+    """Prompts cut by the neighbours' budget, found in the cache or computed again; drafts; mixed steps."""
+    requests = [
+        msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, logprobs=2))
+        for one in requests_for(stand, 3, max_tokens=5)
+    ]
+    settings = {"batch_invariant": True, "dtype": dtype}
+    # Five tokens a step: the prompt of 18 comes in pieces that end in one token, beside others.
+    crowd = stand.open(
+        "triton",
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+        num_blocks=6,
+        block_size=8,
+        max_model_len=40,
+        prefix_cache=True,
+        speculative="ngram",
+        ngram_min=1,
+        **settings,
+    )
+    alone = stand.open("triton", max_num_batched_tokens=64, **settings)
+
+    kinds = watch_kinds(crowd.compute.runner)
     together = crowd.run(requests)
+    again = crowd.run([msgspec.structs.replace(requests[0], request_id="again")])
 
-    assert crowd.core.stats().steps_total < 8
     for request in requests:
-        assert alone.run([request])[request.request_id] == together[request.request_id]
+        assert together[request.request_id] == alone.run([request])[request.request_id]
+    assert again["again"] == together["r0"]
+    stats = crowd.core.stats()
+    assert stats.prefix_cache_hit_tokens_total > 0
+    assert stats.spec_draft_tokens_total > 0
+    # One token that ends a prompt, and somebody decoding beside somebody's prompt.
+    assert "end" in kinds
+    assert "beside" in kinds
     assert crowd.compute.plans is not None
     assert crowd.compute.plans.column == "invariant"
+
+
+def test_the_self_check_finds_invariant_plans_sound_and_the_phases_different(stand: Stand) -> None:
+    runner = stand.open("triton", batch_invariant=True).compute.runner
+
+    sound = check_row_rule(runner, row_counts=(1, 2, 5))
+    # As where the number of tokens decides about the routine.
+    runner.attention.splits_prompts = False
+    other = check_row_rule(runner, row_counts=(1, 2, 5))
+
+    assert sound.failures == ()
+    assert other.failures
+    assert all("attention chunk" in name and "across phases" in name for name in other.failures)
