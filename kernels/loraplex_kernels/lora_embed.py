@@ -56,6 +56,7 @@ def _lora_embed(
     rank = tl.multiple_of(tl.load(header + 1), 16)
     scale = tl.load(header + 5).to(tl.float32, bitcast=True)
     a_unit, b_unit = tl.load(header), tl.load(header + 6)
+    tl.debug_barrier()
     if (slot < 0) | (rank == 0):
         return
     a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)

@@ -103,6 +103,7 @@ def _lora_expand(
     scale = tl.load(record + 1).to(tl.float32, bitcast=True)
     b_unit = tl.load(record + 2)
     h_begin = tl.multiple_of(tl.load(record + 3), 16)
+    tl.debug_barrier()
     if (slot < 0) | (rank == 0):
         return
     b_ptr = slot_weights(weights_ptr, slot, slot_units, b_unit, UNIT)

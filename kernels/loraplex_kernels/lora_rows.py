@@ -69,6 +69,7 @@ def _lora_rows_shrink(
     header = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site)
     rank = tl.multiple_of(tl.load(header + 1), 16)
     a_unit = tl.load(header)
+    tl.debug_barrier()
     if (slot < 0) | (tile * BLOCK_R >= rank):
         return
     a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)
@@ -124,6 +125,7 @@ def _lora_rows_expand(
     scale = tl.load(record + 1).to(tl.float32, bitcast=True)
     b_unit = tl.load(record + 2)
     h_begin = tl.multiple_of(tl.load(record + 3), 16)
+    tl.debug_barrier()
     if (slot < 0) | (rank == 0):
         return
     b_ptr = slot_weights(weights_ptr, slot, slot_units, b_unit, UNIT)

@@ -58,12 +58,14 @@ def _lora_shrink(
     split = tl.program_id(2)
     place = block * BLOCK_M + tl.arange(0, BLOCK_M)
     # All that is looked up is asked for before the first branch: each wait less is a round trip to memory less. An
-    # unused block reads slot 0's header, which is always there, and leaves.
+    # unused block reads slot 0's header, which is always there, and leaves. Without the barrier ptxas moves the
+    # loads behind the exit, where their numbers are used.
     row = tl.load(row_ptr + place)
     slot = tl.load(slot_ptr + block)
     header = site_header(headers_ptr, tl.maximum(slot, 0), slot_units, site)
     rank = tl.multiple_of(tl.load(header + 1), 16)
     a_unit = tl.load(header)
+    tl.debug_barrier()
     if (slot < 0) | (tile * BLOCK_R >= rank):
         return
     a_ptr = slot_weights(weights_ptr, slot, slot_units, a_unit, UNIT)

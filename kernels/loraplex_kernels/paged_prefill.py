@@ -242,7 +242,7 @@ _HEADS, _KV_HEADS, _DIM, _BLOCK_SIZE, _TOKENS = 32, 8, 128, 16, 8192
 
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
-    """Every entry in the dtypes it is for; the last one also with a window and soft cap."""
+    """Every entry in the dtypes it is for; the last one also for heads of 64, and with a window and soft cap."""
     entries = table.entries(KERNEL)
     # Both where products are asynchronous; elsewhere int8 and fp8 come to the same registers.
     quantized: list[KvDtype] = ["int8", "fp8"] if support.has_wgmma else ["int8"]
@@ -254,6 +254,8 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     if all(entry.when.max_n != 1 for entry in entries):
         for kv_dtype in quantized:
             yield _case(last, support, "bf16", kv_dtype)
+    # Smaller models' heads (SmolLM2, Llama-3.2-1B).
+    yield _case(last, support, "bf16", "bf16", head_dim=64)
     yield _case(last, support, "bf16", "bf16", window=4096, soft_cap=50.0)
 
 
@@ -263,6 +265,7 @@ def _case(
     dtype: KvDtype,
     kv_dtype: KvDtype,
     *,
+    head_dim: int = _DIM,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> AotCase:
@@ -292,7 +295,7 @@ def _case(
             num_heads=_HEADS,
             num_kv_heads=_KV_HEADS,
             block_size=_BLOCK_SIZE,
-            head_dim=_DIM,
+            head_dim=head_dim,
             is_quantized=scale_bytes > 0,
             window=window,
             soft_cap=soft_cap,
@@ -309,9 +312,9 @@ def _case(
         else ("wgmma" if plan.config["BLOCK_M"] >= 64 and plan.num_warps % 4 == 0 else "mma"),
         bytes_moved=_TOKENS
         * (
-            2 * _KV_HEADS * (_DIM * dtype_size(kv_dtype) + scale_bytes)
-            + 2 * _HEADS * _DIM * dtype_size(dtype)
+            2 * _KV_HEADS * (head_dim * dtype_size(kv_dtype) + scale_bytes)
+            + 2 * _HEADS * head_dim * dtype_size(dtype)
         ),
-        flops=4 * pairs * _HEADS * _DIM,
-        shape=f"T={_TOKENS} H={_HEADS}/{_KV_HEADS} D={_DIM} kv={kv_dtype}{seen}",
+        flops=4 * pairs * _HEADS * head_dim,
+        shape=f"T={_TOKENS} H={_HEADS}/{_KV_HEADS} D={head_dim} kv={kv_dtype}{seen}",
     )

@@ -89,7 +89,7 @@ def test_an_operand_that_loses_its_alignment_and_a_look_up_that_waits_are_found(
         assert compare([sound], path) == []
         assert any("narrow" in line for line in compare([lost], path)), kernel
     # Rows and slot, rank and place of A; for an expand also B's, where h begins, and the scale.
-    loads = found["loads_before_branch"]
+    loads = found["loads_before_exit"]
     assert min(loads["lora_shrink"], loads["lora_rows_shrink"]) >= 4
     assert min(loads["lora_expand"], loads["lora_rows_expand"], loads["lora_embed"]) >= 6
 

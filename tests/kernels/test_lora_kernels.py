@@ -95,9 +95,24 @@ def largest_term(y_TN: Tensor, wanted: Tensor) -> Tensor:
     return torch.maximum(y_TN.float().abs(), wanted.float().abs())
 
 
+def is_repeated(name: str, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the case costs seconds and others go the same ways: blocks of 32 rows, float16, 256 ranks."""
+    return (
+        (kind == "wide" and name != "odd")
+        or (dtype == torch.float16 and name != "odd")
+        or (name == "rank 256" and kind == "rows")
+    )
+
+
 # What is large, or like another, in one dtype.
 CASES = [
-    pytest.param(name, kind, dtype, id=f"{name}, {kind}, {str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        name,
+        kind,
+        dtype,
+        id=f"{name}, {kind}, {str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.slow] if is_repeated(name, kind, dtype) else [],
+    )
     for name in SHAPES
     for kind in KINDS
     for dtype in DTYPES
@@ -141,7 +156,7 @@ def test_the_embedding_equals_the_reference(kind: str, dtype: torch.dtype) -> No
     assert torch.equal(result[[2, 6]], y_TH[[2, 6]])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     ranks=st.lists(
         st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any), min_size=1, max_size=3
@@ -266,7 +281,9 @@ def test_a_site_that_is_not_targeted_is_left_before_anything_is_read() -> None:
         assert torch.equal(result, y_TN)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 def test_invariant_plans_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     """Alone, among rows of its adapter at every place of a block, among others; 300 inputs in three spans."""
     slots = (0, 1, *[0] * 17, 2, -1, 0, 1)

@@ -288,7 +288,12 @@ def test_ties_at_the_border_go_to_the_lower_ids(
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(1, torch.bfloat16), (65, torch.float32), (350, torch.float16), (1_500, torch.bfloat16)],
+    [
+        (1, torch.bfloat16),
+        pytest.param(65, torch.float32, marks=pytest.mark.slow),
+        (350, torch.float16),
+        pytest.param(1_500, torch.bfloat16, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_tokens_are_the_host_s(size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -337,7 +342,13 @@ def test_rows_far_apart_in_memory_are_found(device: torch.device) -> None:
     assert drawn.token_R.tolist() == on_host(wide[:, 40:171], rows).tolist()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        -float("nan"),
+        *(pytest.param(float(bad), marks=pytest.mark.slow) for bad in ("nan", "inf", "-inf")),
+    ],
+)
 def test_a_bad_row_is_reported_and_harms_no_other(bad: float, device: torch.device) -> None:
     rows = [GREEDY, GREEDY, params(seed=1), params(seed=1), params(top_p=0.5), params(top_p=0.5)]
     logits = torch.from_numpy(logits_of(6, 131)).to(device)
@@ -443,20 +454,10 @@ def compare_draws(count: int, size: int, device: torch.device) -> int:
     return int((drawn != on_host(logits, rows)).sum())
 
 
-def test_many_draws_are_the_host_s(device: torch.device) -> None:
-    count = 40
-
-    num_different = compare_draws(count, 400, device)
-
-    print(f"{num_different} of {count} draws differ from the host's")
-    assert num_different == 0
-
-
 @pytest.mark.slow
-def test_very_many_draws_are_the_host_s(device: torch.device) -> None:
-    count = 4_000
-
-    num_different = compare_draws(count, 1_200, device)
+@pytest.mark.parametrize(("count", "size"), [(40, 400), (4_000, 1_200)])
+def test_many_draws_are_the_host_s(count: int, size: int, device: torch.device) -> None:
+    num_different = compare_draws(count, size, device)
 
     print(f"{num_different} of {count} draws differ from the host's")
     assert num_different == 0

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import tempfile
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TypedDict
 
+import triton
 from loraplex_kernels.aot_build import build, compile_case
 from loraplex_kernels.aot_case import AotCase
 from loraplex_kernels.aot_registry import Group, find_groups
@@ -20,11 +24,11 @@ LORA = ("lora_shrink", "lora_expand", "lora_rows_shrink", "lora_rows_expand", "l
 
 
 class Accesses(TypedDict):
-    """Rows of a kernel as it is, and with its large operand at any address; loads ahead of all branches."""
+    """Rows of a kernel as it is, and with its large operand at any address; loads ahead of all branches and exits."""
 
     aligned: dict[str, dict[str, object]]
     unaligned: dict[str, dict[str, object]]
-    loads_before_branch: dict[str, int]
+    loads_before_exit: dict[str, int]
 
 
 def _first(kernel: str) -> AotCase:
@@ -43,16 +47,23 @@ def _unaligned(kernel: str) -> AotCase:
     return replace(case, divisible_by_16=kept)
 
 
-def _loads_before_branch(kernel: str) -> int:
-    ptx = compile_case(_first(kernel)).asm["ptx"]
-    ahead = re.split(r"\n\s*(?:@!?%p\d+\s+)?(?:bra|ret)\b", ptx, maxsplit=1)[0]
-    return len(re.findall(r"\bld\.global", ahead))
+def _loads_before_exit(kernel: str) -> int:
+    """In the machine code: ptxas moves loads to where their numbers are used, unless it may not."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compile_case(_first(kernel)).asm["cubin"])
+        file.flush()
+        listing = subprocess.run(
+            [str(tool), "-c", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    ahead = re.split(r"\b(?:EXIT|BRA)\b", listing, maxsplit=1)[0]
+    return len(re.findall(r"\bLDG\b", ahead))
 
 
 if __name__ == "__main__":
     found: Accesses = {
         "aligned": {kernel: _row(_first(kernel)) for kernel in LARGE},
         "unaligned": {kernel: _row(_unaligned(kernel)) for kernel in LARGE},
-        "loads_before_branch": {kernel: _loads_before_branch(kernel) for kernel in LORA},
+        "loads_before_exit": {kernel: _loads_before_exit(kernel) for kernel in LORA},
     }
     print(json.dumps(found))
