@@ -191,9 +191,9 @@ def test_weights_beyond_float16_are_refused_with_a_remedy(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("column", "rows"),
     [
-        pytest.param("fast", [1], id="fast, one row"),
+        pytest.param("fast", [1], id="fast, one row", marks=pytest.mark.slow),
         pytest.param("fast", [0, -1, 3, 0], id="fast, rows"),
-        pytest.param("fast", [2, -1, 0, 3, 0, 1], id="fast, decode"),
+        pytest.param("fast", [2, -1, 0, 3, 0, 1], id="fast, decode", marks=pytest.mark.slow),
         pytest.param("fast", [*[0] * 9, -1, 1, 3, 2, *[1] * 5], id="fast, prefill"),
         pytest.param("invariant", [0, -1, 3, 0], id="invariant"),
     ],
