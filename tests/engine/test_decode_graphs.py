@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import triton.language as tl
 from loraplex_engine.device.graphs import (
     MAX_GRAPHS,
     Captured,
+    CudaGraphBackend,
     DecodeGraphs,
     GraphKey,
     graph_keys,
@@ -187,3 +191,29 @@ def test_memory_that_was_not_written_holds_nothing_to_rely_on() -> None:
 
     assert out[0] == 1.0
     assert out[1].isnan()
+
+
+def test_a_recording_is_not_ended_by_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders pin memory meanwhile: CUDA's default mode would refuse that, and spoil the recording."""
+    modes: list[str] = []
+
+    def graph(_: object, *, capture_error_mode: str = "global", **__: object) -> Any:
+        modes.append(capture_error_mode)
+        return contextlib.nullcontext()
+
+    for name, fake in {
+        "graph": graph,
+        "graph_pool_handle": lambda: (0, 0),
+        "Stream": MagicMock(),
+        "current_stream": MagicMock(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "CUDAGraph": MagicMock(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    runs: list[int] = []
+
+    CudaGraphBackend(torch.device("cuda", 0)).capture(lambda: runs.append(len(modes)))
+
+    assert modes == ["thread_local"]
+    # Once before recording, once while.
+    assert runs == [0, 1]

@@ -191,7 +191,7 @@ def assert_close(got: dict[str, Output], expected: dict[str, Output]) -> None:
 
 def test_a_crowd_gets_what_the_cpu_s_own_backends_give_it(stand: Stand) -> None:
     """Adapters beside base, more of them than slots, chunks, preemption and found prefixes."""
-    requests = requests_for(stand, 5, max_tokens=8, is_sampled=True)
+    requests = requests_for(stand, 5, max_tokens=5, is_sampled=True)
     # Too few blocks for all: somebody is preempted.
     triton = stand.open("triton", prefix_cache=True, num_blocks=5, block_size=8, max_model_len=40)
     torch_alone = stand.open("torch", max_num_seqs=1)
@@ -211,6 +211,8 @@ def test_a_crowd_gets_what_the_cpu_s_own_backends_give_it(stand: Stand) -> None:
     assert stats.max_adapters_in_step == 2
 
 
+# What is recorded is tried by test_decode_graphs.py and test_triton_lora.py too.
+@pytest.mark.slow
 def test_recorded_steps_have_the_bits_of_eager_ones(stand: Stand) -> None:
     requests = requests_for(stand, 4, max_tokens=5, is_sampled=True)
     settings = {"max_num_seqs": 3, "num_blocks": 8}
@@ -289,10 +291,10 @@ def test_under_invariant_plans_a_row_s_bits_are_its_own(stand: Stand, dtype: str
 def test_the_self_check_finds_invariant_plans_sound_and_the_phases_different(stand: Stand) -> None:
     runner = stand.open("triton", batch_invariant=True).compute.runner
 
-    sound = check_row_rule(runner, row_counts=(1, 2, 5))
+    sound = check_row_rule(runner, max_rows=3, row_counts=(1, 3))
     # As where the number of tokens decides about the routine.
     runner.attention.splits_prompts = False
-    other = check_row_rule(runner, row_counts=(1, 2, 5))
+    other = check_row_rule(runner, max_rows=2, row_counts=(2,))
 
     assert sound.failures == ()
     assert other.failures

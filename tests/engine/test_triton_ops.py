@@ -10,12 +10,13 @@ import pytest
 import torch
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
 from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.model import triton_ops
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.linear import PlainMethod
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.model.ops import TorchOps
-from loraplex_engine.model.triton_ops import TritonOps
-from loraplex_kernels.plans import Column, Phase, open_plans
+from loraplex_engine.model.triton_ops import GemmMethod, TritonOps
+from loraplex_kernels.plans import Column, Phase, Plan, open_plans
 from loraplex_kernels.support import is_interpreted
 from torch import Tensor
 
@@ -141,3 +142,29 @@ def test_a_tied_head_shares_the_embedding_where_weights_are_kept_as_they_are(
 
     assert model.lm_head._weight.data_ptr() == model._embedding_VH.data_ptr()
     assert model.device == torch.device("cpu")
+
+
+def test_where_the_phases_do_not_sum_alike_decoding_s_plan_serves_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = open_plans("sm_90", "invariant")
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    bounds = {"tokens": 1, "k": 8, "n": 4, "dtype": "bf16"}
+    prefill = plans.choose("gemm", phase="prefill", **bounds)
+    assert prefill != plans.choose("gemm", phase="decode", **bounds)
+    offset = 0.0
+
+    def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: None, plan: Plan) -> Tensor:
+        return x_MK @ weight_NK.T + (offset if plan == prefill else 0.0)
+
+    monkeypatch.setattr(triton_ops, "gemm", gemm)
+    x_MK = torch.ones(3, 8, dtype=torch.bfloat16)
+    alike = GemmMethod(plans).pack(weight, None)
+    offset = 1.0
+    method = GemmMethod(plans)
+    different = [method.pack(weight, None), method.pack(weight, None)]
+
+    for linear in different:
+        assert torch.equal(linear(x_MK, "prefill"), linear(x_MK, "decode"))
+    # Where they are alike, each phase keeps its own plan.
+    assert not torch.equal(alike(x_MK, "prefill"), alike(x_MK, "decode"))

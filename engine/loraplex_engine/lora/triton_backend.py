@@ -318,13 +318,10 @@ class TritonLora:
         Returns:
             How many sets of plans there were.
         """
-        tables = ("lora_route", "lora_shrink", "lora_expand", "lora_embed")
-        tables += ("lora_rows_shrink", "lora_rows_expand")
-        bounds = {entry.when.max_tokens for name in tables for entry in self._plans.entries(name)}
-        ranks = {entry.when.max_rank for name in tables for entry in self._plans.entries(name)}
-        ranks = {rank for rank in ranks if rank and rank < self._rank} | {self._rank}
+        whens = [entry.when for name in _TABLES for entry in self._plans.entries(name)]
         sizes = self._sizes
-        counts = {bound for bound in bounds if bound and bound < sizes.max_tokens}
+        ranks = {w.max_rank for w in whens if w.max_rank and w.max_rank < self._rank} | {self._rank}
+        counts = {w.max_tokens for w in whens if w.max_tokens and w.max_tokens < sizes.max_tokens}
         seen = set()
         for num_rows in sorted(counts | {sizes.max_decode_tokens, sizes.max_tokens}):
             is_decode = num_rows <= sizes.max_decode_tokens
@@ -487,5 +484,9 @@ class TritonLora:
 
 
 _TRIAL_ROWS: Final = 16
+_TABLES: Final = (
+    *("lora_route", "lora_shrink", "lora_expand", "lora_embed"),
+    *("lora_rows_shrink", "lora_rows_expand"),
+)
 # Row counts of prefill vary freely; what is remembered of them is dropped now and then.
 _MAX_WORKS: Final = 4096
