@@ -92,14 +92,14 @@ class CudaMachine:
         graph.replay()
         times = []
         for _ in range(max(3, repeats // _RUNS_PER_GRAPH)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (_event() for _ in range(2))
             # On an idle GPU the first event would be over 10 microseconds before the graph's launch arrives.
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # torch's stub
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / _RUNS_PER_GRAPH)
+            times.append(float(begin.elapsed_time(end)) * 1e3 / _RUNS_PER_GRAPH)
         return statistics.median(times)
 
     def graph_backend(self) -> GraphBackend:
@@ -176,6 +176,10 @@ class _Again:
 
     def replay(self) -> None:
         self.run()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 def median_wall_s(run: Callable[[], object], repeats: int) -> float:

@@ -146,8 +146,8 @@ class _Attention:
             name = str(kv_dtype).removeprefix("torch.")
             for count in extent.decode_rows:
                 self._see(worst, f"decode, {name} cache", kv_dtype, self.decoding(count))
-            for rows in extent.prompts:
-                self._see(worst, f"prompts, {name} cache", kv_dtype, self._prompts(rows))
+            for prompts in extent.prompts:
+                self._see(worst, f"prompts, {name} cache", kv_dtype, self._prompts(prompts))
             worst.record(record, column)
         worst = Worst()
         for rows in (self.decoding(extent.decode_rows[0]), self._prompts(extent.prompts[0])):

@@ -17,6 +17,7 @@ from loraplex_engine.attention.base import AttentionBatch
 from loraplex_engine.attention.triton_attention import TritonAttention, TritonPlan
 from loraplex_engine.lora.triton_backend import TritonLora
 from loraplex_kernels import reference_attention
+from loraplex_kernels.gemm import gemm
 
 from bench.gpu_check import command, machine, model_size, numerics, speed
 from bench.gpu_check.command import Outcome, PartSpec
@@ -107,7 +108,7 @@ def test_model_size_tells_a_lost_key_a_leak_and_a_row_that_its_neighbours_change
     def by_rows(x: torch.Tensor, *others: Any) -> torch.Tensor:
         return gemm(x, *others) * (1 + 0.01 * (len(x) > 1))
 
-    prepare, add, gemm = TritonAttention.prepare, TritonLora.add, model_size.gemm
+    prepare, add = TritonAttention.prepare, TritonLora.add
     monkeypatch.setattr(TritonAttention, "prepare", lose_a_key)
     monkeypatch.setattr(TritonLora, "add", leak)
     monkeypatch.setattr(model_size, "gemm", by_rows)
@@ -149,6 +150,7 @@ def test_bandwidth(tmp_path: Path) -> None:
     assert [figure.unit for figure in lora] == ["ms", "% of read bandwidth"]
 
 
+@pytest.mark.slow  # a minute of interpreted steps; test_invariant goes its way in short
 def test_decode(tmp_path: Path) -> None:
     figures = rehearse("decode", tmp_path)
 
@@ -161,7 +163,6 @@ def test_decode(tmp_path: Path) -> None:
     assert all(figure.value > 0 for figure in figures.values())
 
 
-@pytest.mark.slow  # goes the way of test_decode
 def test_invariant(tmp_path: Path) -> None:
     figures = rehearse("invariant", tmp_path)
 
@@ -172,7 +173,7 @@ def test_invariant(tmp_path: Path) -> None:
 
 def test_in_turns_a_clock_that_drifts_counts_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     now, speed_of_clock = [0.0], [1.0]
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("bench.gpu_check.machine.time.perf_counter", lambda: now[0])
 
     def work(seconds: float) -> None:
         now[0] += seconds * speed_of_clock[0]
