@@ -14,20 +14,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
-from loraplex_engine.attention.triton_attention import PagedKv, TritonAttention
+from loraplex_engine.attention.triton_attention import TritonAttention
 from loraplex_engine.device.staging import Staging
 from loraplex_engine.lora.sites import site_layouts
 from loraplex_engine.lora.triton_backend import TritonLora, TritonLoraSizes
 from loraplex_engine.model.config import ModelConfig
-from loraplex_kernels import reference, reference_attention
+from loraplex_kernels import reference
 from loraplex_kernels.gemm import gemm
 from loraplex_kernels.plans import Column, PlanTable, open_plans
 from torch import Tensor
 
 from bench.gpu_check.adapters import PlainLora, SlotPool, random_adapter
+from bench.gpu_check.attention_step import AttentionStep, StepRows
 from bench.gpu_check.figures import Recorder
 from bench.gpu_check.machine import Machine
-from bench.gpu_check.numerics import Worst, make_last_stand_out, num_unlike
+from bench.gpu_check.numerics import Worst, num_unlike
 from bench.gpu_check.sizes import LLAMA_8B, Sizes, model_config, shape_of
 from bench.gpu_check.stand import BLOCK_SIZE
 
@@ -110,24 +111,6 @@ def run(machine: Machine, sizes: Sizes, record: Recorder) -> None:
 # --------------------------------------------------------------------------- attention
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Sequences of a step."""
-
-    computed: np.ndarray
-    scheduled: np.ndarray
-    is_prompt: np.ndarray
-
-    @property
-    def positions(self) -> list[tuple[int, int]]:
-        """(sequence, position) of each token."""
-        return [
-            (row, int(first) + place)
-            for row, (first, count) in enumerate(zip(self.computed, self.scheduled, strict=True))
-            for place in range(count)
-        ]
-
-
 class _Attention:
     """The backend over caches of random numbers, beside the reference in fp64."""
 
@@ -155,18 +138,18 @@ class _Attention:
             self._see(worst, f"{kind}, window and soft cap", _BF16, rows, window=extent.window)
         worst.record(record, column)
 
-    def decoding(self, count: int) -> _Rows:
+    def decoding(self, count: int) -> StepRows:
         """Rows of all lengths: one key, whole blocks, the longest."""
         lengths = self._rng.integers(1, self._extent.longest, count)
         lengths[:2] = (self._extent.longest, 1)
         lengths[2:3] = BLOCK_SIZE * 5
         ones = np.ones(count, np.int32)
-        return _Rows((lengths - 1).astype(np.int32), ones, ones < 1)
+        return StepRows((lengths - 1).astype(np.int32), ones, ones < 1)
 
     @staticmethod
-    def _prompts(rows: tuple[tuple[int, int, bool], ...]) -> _Rows:
+    def _prompts(rows: tuple[tuple[int, int, bool], ...]) -> StepRows:
         computed, scheduled, is_prompt = zip(*rows, strict=True)
-        return _Rows(
+        return StepRows(
             np.asarray(computed, np.int32), np.asarray(scheduled, np.int32), np.asarray(is_prompt)
         )
 
@@ -175,7 +158,7 @@ class _Attention:
         worst: Worst,
         name: str,
         kv_dtype: torch.dtype,
-        rows: _Rows,
+        rows: StepRows,
         *,
         window: int | None = None,
     ) -> None:
@@ -184,7 +167,7 @@ class _Attention:
         shape = AttentionShape(
             model.num_heads, model.num_kv_heads, model.head_dim, _BF16, window, soft_cap
         )
-        step = _AttentionStep(self._machine, self._plans, shape, kv_dtype, rows, self._generator)
+        step = AttentionStep(self._machine, self._plans, shape, kv_dtype, rows, self._generator)
         got_TW = step.run()
         stored, expected = step.stored()
         worst.see(f"{name}: stored", stored, expected, tolerance=_CACHE_TOLERANCES[kv_dtype])
@@ -196,128 +179,6 @@ class _Attention:
             chosen = list(range(len(positions)))
         expected = step.expected(chosen, window=window, soft_cap=soft_cap)
         worst.see(name, got_TW[torch.tensor(chosen, device=got_TW.device)], expected)
-
-
-class _AttentionStep:
-    """One layer's attention of one step."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        plans: PlanTable,
-        shape: AttentionShape,
-        kv_dtype: torch.dtype,
-        rows: _Rows,
-        generator: torch.Generator,
-    ) -> None:
-        self._rows, self._shape, self._kv_dtype = rows, shape, kv_dtype
-        device = machine.device
-        self._positions = rows.positions
-        count, num_tokens = len(rows.computed), len(self._positions)
-        ends = rows.computed + rows.scheduled
-        per_row = -(-int(ends.max()) // BLOCK_SIZE)
-        num_blocks = per_row * count
-        order = torch.randperm(num_blocks, generator=generator)
-        self._table = order.view(count, per_row).to(torch.int32)
-        staging = Staging(device)
-        self._backend = TritonAttention(
-            shape,
-            block_size=BLOCK_SIZE,
-            device=device,
-            plans=plans,
-            staging=staging,
-            max_tokens=num_tokens,
-            max_rows=count,
-            max_blocks_per_row=per_row,
-            kv_dtype=None if kv_dtype == shape.dtype else kv_dtype,
-        )
-        staging.seal()
-        self._kv: PagedKv = self._backend.allocate_kv(num_blocks)
-        self._fill(generator, ends)
-        columns = shape.q_size + 2 * shape.kv_size
-        qkv = torch.randn(num_tokens, columns, generator=generator).to(shape.dtype)
-        for token, (_, position) in enumerate(self._positions):
-            make_last_stand_out(qkv[token, shape.q_size + shape.kv_size :], position + 1)
-        self._given = qkv.clone()
-        self._qkv = qkv.to(device)
-        angle = torch.randn(num_tokens, shape.head_dim // 2, generator=generator)
-        self._cos = torch.cat((angle.cos(),) * 2, -1).to(shape.dtype)
-        self._sin = torch.cat((-angle.sin(), angle.sin()), -1).to(shape.dtype)
-        # A row that decodes has its prompt behind it.
-        self._plan = self._backend.prepare(
-            AttentionBatch(
-                rows.computed,
-                rows.scheduled,
-                self._table.numpy(),
-                num_tokens,
-                np.where(rows.is_prompt, ends, rows.computed).astype(np.int32),
-            )
-        )
-        staging.flush()
-
-    def _fill(self, generator: torch.Generator, ends: np.ndarray) -> None:
-        drawn = torch.randn(self._kv.numbers.shape, generator=generator)
-        scale = None
-        if self._kv.scale is None:
-            numbers = drawn.to(self._kv_dtype)
-        else:
-            numbers, scale = reference_attention.quantize(drawn, self._kv_dtype)
-        # Nobody wrote behind a row's last token: whatever lies there must not be seen.
-        for blocks, end in zip(self._table, ends, strict=True):
-            place = end % BLOCK_SIZE
-            if not place:
-                continue
-            block = int(blocks[(end - 1) // BLOCK_SIZE])
-            if scale is None:
-                numbers[:, block, :, place:] = torch.nan
-            else:
-                scale[:, block, :, place:] = torch.nan
-        self._kv.numbers.copy_(numbers)
-        if scale is not None and self._kv.scale is not None:
-            self._kv.scale.copy_(scale)
-
-    def run(self) -> Tensor:
-        """(T, H * D), as the kernels have it."""
-        device = self._qkv.device
-        self._backend.rotate_and_write(
-            self._qkv, self._cos.to(device), self._sin.to(device), self._kv, self._plan
-        )
-        return self._backend.forward(self._qkv, self._kv, self._plan)
-
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """The step's keys and values, (2, T, kv heads, D) fp32: as they lie in the cache, and as they should."""
-        slots = [
-            int(self._table[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-            for row, position in self._positions
-        ]
-        right = torch.zeros(self._kv.numbers.shape, dtype=self._shape.dtype)
-        reference_attention.rope_kv(
-            self._given.clone(),
-            self._cos,
-            self._sin,
-            torch.tensor(slots, dtype=torch.int32),
-            right,
-            num_heads=self._shape.num_heads,
-        )
-        blocks, places = torch.tensor(slots) // BLOCK_SIZE, torch.tensor(slots) % BLOCK_SIZE
-        got = self._kv.numbers.cpu().float()[:, blocks, :, places]
-        if self._kv.scale is not None:
-            got = got * self._kv.scale.cpu()[:, blocks, :, places][..., None]
-        return got, right.float()[:, blocks, :, places]
-
-    def expected(self, tokens: list[int], *, window: int | None, soft_cap: float | None) -> Tensor:
-        """What some of the step's tokens attend to, given the cache as it is now."""
-        scale = self._kv.scale
-        return reference_attention.paged_attention(
-            self._qkv.cpu()[tokens],
-            self._kv.numbers.cpu(),
-            [self._table[self._positions[token][0]] for token in tokens],
-            [self._positions[token][1] for token in tokens],
-            num_heads=self._shape.num_heads,
-            scale=None if scale is None else scale.cpu(),
-            window=window,
-            soft_cap=soft_cap,
-        )
 
 
 # ---------------------------------------------------------------------------- products

@@ -57,7 +57,9 @@ def main(figures: Path) -> None:
     speed.random_decoder = _decoder
     speed.random_adapter = partial(_unpinned, speed.random_adapter)
     bandwidth.random_adapter = partial(_unpinned, bandwidth.random_adapter)
-    full = replace(sizes.FULL, speed_model=_NARROW, steps=2, read_bytes=1 << 26, repeats=1)
+    full = replace(
+        sizes.FULL, speed_model=_NARROW, steps=2, read_bytes=1 << 26, cache_bytes=2 << 20, repeats=1
+    )
     for name, run in (
         ("bandwidth", bandwidth.run),
         ("decode", speed.run_decode),

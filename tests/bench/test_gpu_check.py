@@ -405,7 +405,9 @@ def test_the_timed_parts_hold_their_full_batches_contexts_and_adapters(tmp_path:
     names = {figure.name for figure in read_figures(path)}
     assert {
         "decode attention, batch 64, 8192 keys",
+        "decode attention, one row of 32768 keys among 63 of 512",
         "LoRA, batch 64, 64 x r16, all layers",
+        "a prompt of 512 among 63 decoding rows, 8 x r16",
         "64 of ranks 8..64, batch 256",
         "prefill of 8192, 1 x r16",
         "64 x r16, batch 256",
