@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import triton
 from loraplex_kernels.aot_build import build, compile_case
@@ -26,8 +26,8 @@ LORA = ("lora_shrink", "lora_expand", "lora_rows_shrink", "lora_rows_expand", "l
 class Accesses(TypedDict):
     """Rows of a kernel as it is, and with its large operand at any address; loads ahead of all branches and exits."""
 
-    aligned: dict[str, dict[str, object]]
-    unaligned: dict[str, dict[str, object]]
+    aligned: dict[str, dict[str, Any]]
+    unaligned: dict[str, dict[str, Any]]
     loads_before_exit: dict[str, int]
 
 
@@ -36,7 +36,7 @@ def _first(kernel: str) -> AotCase:
     return next(g.cases[0] for g in groups if g.cases[0].dtype == "bf16")
 
 
-def _row(case: AotCase) -> dict[str, object]:
+def _row(case: AotCase) -> dict[str, Any]:
     return asdict(build(Group((case,)))[0])
 
 
