@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -52,7 +53,8 @@ def random_adapter(
     def draw(*size: int) -> torch.Tensor:
         if fill is not None:
             return torch.full(size, fill, dtype=dtype)
-        return (torch.randn(size, generator=generator) / size[1] ** 0.5).to(dtype)
+        scale = math.sqrt(size[1])
+        return (torch.randn(size, generator=generator) / scale).to(dtype)
 
     layer = []
     for layout in site_layouts(shape):

@@ -145,14 +145,14 @@ class AttentionStep:
 
     def expected(self, tokens: list[int], *, window: int | None, soft_cap: float | None) -> Tensor:
         """What some of the step's tokens attend to, given the cache as it is now."""
-        scale = self._kv.scale
+        # Where the cache is, so that fp64 costs little; in fp32, exact, as not every device indexes fp8.
         return reference_attention.paged_attention(
-            self._qkv.cpu()[tokens],
-            self._kv.numbers.cpu(),
+            self._qkv[tokens],
+            self._kv.numbers.float(),
             [self._table[self._positions[token][0]] for token in tokens],
             [self._positions[token][1] for token in tokens],
             num_heads=self._shape.num_heads,
-            scale=None if scale is None else scale.cpu(),
+            scale=self._kv.scale,
             window=window,
             soft_cap=soft_cap,
         )

@@ -22,6 +22,7 @@ from loraplex_engine.model.config import ModelConfig
 from loraplex_kernels import reference
 from loraplex_kernels.gemm import gemm
 from loraplex_kernels.plans import Column, PlanTable, open_plans
+from loraplex_kernels.support import dtype_name
 from torch import Tensor
 
 from bench.gpu_check.adapters import PlainLora, SlotPool, random_adapter
@@ -125,6 +126,8 @@ class _Attention:
         """A figure for each kind of cache and step."""
         extent = self._extent
         for kv_dtype in extent.kv_dtypes:
+            if not self._machine.support.allows(dtype_name(kv_dtype)):
+                continue
             worst = Worst()
             name = str(kv_dtype).removeprefix("torch.")
             for count in extent.decode_rows:
