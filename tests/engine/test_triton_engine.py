@@ -215,7 +215,7 @@ def test_a_crowd_gets_what_the_cpu_s_own_backends_give_it(stand: Stand) -> None:
 @pytest.mark.slow
 def test_recorded_steps_have_the_bits_of_eager_ones(stand: Stand) -> None:
     requests = requests_for(stand, 4, max_tokens=5, is_sampled=True)
-    settings = {"max_num_seqs": 3, "num_blocks": 8}
+    settings: dict[str, Any] = {"max_num_seqs": 3, "num_blocks": 8}
     eager = stand.open("triton", **settings)
     recorded = stand.open("triton", records=True, **settings)
 
@@ -255,7 +255,7 @@ def test_under_invariant_plans_a_row_s_bits_are_its_own(stand: Stand, dtype: str
         msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, logprobs=2))
         for one in requests_for(stand, 3, max_tokens=5)
     ]
-    settings = {"batch_invariant": True, "dtype": dtype}
+    settings: dict[str, Any] = {"batch_invariant": True, "dtype": dtype}
     # Five tokens a step: the prompt of 18 comes in pieces that end in one token, beside others.
     crowd = stand.open(
         "triton",

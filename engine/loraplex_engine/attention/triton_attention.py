@@ -224,8 +224,8 @@ class TritonAttention:
         scheduled = batch.num_scheduled_B
         if not self.splits_prompts or batch.num_prompt_B is None:
             return np.where(scheduled > 1, scheduled, 0)
-        left_B: np.ndarray = batch.num_prompt_B - batch.num_computed_B
-        return np.minimum(np.maximum(left_B, 0), scheduled)
+        prefilled_B: np.ndarray = np.clip(batch.num_prompt_B - batch.num_computed_B, 0, scheduled)
+        return prefilled_B
 
     def _stage_slots(
         self, batch: AttentionBatch, start_B: np.ndarray, num_tokens: int, *, has_several: bool
