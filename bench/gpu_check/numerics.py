@@ -181,7 +181,6 @@ class _Checks:
         order = torch.randperm(num_blocks, generator=self._generator)
         table = order[: width * len(lengths)].to(torch.int32)
         tables = list(table.view(len(lengths), width))
-        shape = {"num_heads": heads}
         device = self._machine.device
 
         qkv = self._draw(len(lengths), (heads + 2 * kv_heads) * dim)
@@ -227,10 +226,10 @@ class _Checks:
             workspace,
             plan,
             max_length=max(lengths),
-            **shape,
+            num_heads=heads,
         )
         expected = reference_attention.paged_attention(
-            qkv.cpu(), kv.cpu(), tables, [length - 1 for length in lengths], **shape
+            qkv.cpu(), kv.cpu(), tables, [length - 1 for length in lengths], num_heads=heads
         )
         yield "paged_decode", out, expected
 
@@ -243,10 +242,10 @@ class _Checks:
             [[0, count, first, (len(lengths) - 1) * width]], dtype=torch.int32, device=device
         )
         out = torch.full((count, heads * dim), torch.nan, dtype=self._dtype, device=device)
-        paged_prefill(q, kv, task, table.to(device), out, plan, **shape)
+        paged_prefill(q, kv, task, table.to(device), out, plan, num_heads=heads)
         positions = [first + row for row in range(count)]
         expected = reference_attention.paged_attention(
-            q.cpu(), kv.cpu(), [blocks] * count, positions, **shape
+            q.cpu(), kv.cpu(), [blocks] * count, positions, num_heads=heads
         )
         yield "paged_prefill", out, expected
 
