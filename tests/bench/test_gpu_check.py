@@ -331,7 +331,11 @@ def test_a_gpu_that_python_cannot_use_is_a_failure(
 
 def test_make_gpu_check_installs_nothing_and_takes_the_python_that_is_named() -> None:
     done = subprocess.run(
-        ["make", "-n", "gpu-check", "GPU_PYTHON=/opt/torch/bin/python", "ARGS=--only decode"],
+        # The suite itself may be running under make, whose inner ones announce themselves.
+        [
+            *("make", "--no-print-directory", "-n", "gpu-check"),
+            *("GPU_PYTHON=/opt/torch/bin/python", "ARGS=--only decode"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

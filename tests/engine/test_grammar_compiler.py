@@ -144,6 +144,7 @@ def test_a_hostile_grammar_is_answered_and_harms_nobody(
 def test_what_takes_too_much_kills_the_worker_and_the_next_one_gets_another(
     limits: CompilerLimits, spec: TokenizerSpec
 ) -> None:
+    before = num_workers()  # this module's fixture may have one, and other tests of this process
     compiler = GrammarCompiler(spec, limits)
     try:
         heavy = compiler.request(HEAVY, "t")
@@ -157,7 +158,7 @@ def test_what_takes_too_much_kills_the_worker_and_the_next_one_gets_another(
         assert (compiler.num_compiled, compiler.num_failed) == (1, 1)
     finally:
         compiler.close()
-    assert num_workers() <= 1  # that of this module's fixture
+    assert num_workers() <= before
 
 
 def test_a_grammar_whose_masks_are_slow_is_refused(
@@ -200,6 +201,7 @@ def test_a_worker_that_cannot_start_is_not_the_senders_fault(tmp_path: Path) -> 
 
 
 def test_a_worker_without_cpu_is_not_the_grammars_fault(spec: TokenizerSpec) -> None:
+    before = num_workers()
     setup = Setup(tokenizer=spec, cpu_limit_s=60.0, memory_bytes=1024**3)
     worker = WorkerProcess(setup, wall_limit_s=0.05)
     try:
@@ -208,7 +210,7 @@ def test_a_worker_without_cpu_is_not_the_grammars_fault(spec: TokenizerSpec) -> 
         assert worker.num_starts == 2
     finally:
         worker.close()
-    assert num_workers() <= 1
+    assert num_workers() <= before
 
 
 @pytest.mark.parametrize("fault", ["silent", "killed"])

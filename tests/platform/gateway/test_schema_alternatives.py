@@ -132,14 +132,23 @@ _HOSTILE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _unit_s() -> float:
+    """CPU time of a fixed amount of work on this machine as it is now: some 0.16 s on a quiet one."""
+    began_s = time.process_time()
+    sum(index % 7 for index in range(2_000_000))
+    return time.process_time() - began_s
+
+
 @pytest.mark.parametrize("name", _HOSTILE)
 def test_hostile_alternatives_take_bounded_time(name: str) -> None:
+    unit_s = _unit_s()
     began_s = time.process_time()
 
     with contextlib.suppress(InvalidRequestError):
         check_schema(_HOSTILE[name], "schema")
 
-    assert time.process_time() - began_s < 1.0  # 2.5 s for the first, before
+    # The first took 2.5 s where the unit is 0.16 s, before a step was counted for each part.
+    assert time.process_time() - began_s < 10 * max(unit_s, _unit_s())
 
 
 def test_what_takes_too_long_is_refused_in_words_of_its_own() -> None:
