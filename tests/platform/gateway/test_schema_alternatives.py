@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -132,23 +134,29 @@ _HOSTILE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _unit_s() -> float:
-    """CPU time of a fixed amount of work on this machine as it is now: some 0.16 s on a quiet one."""
-    began_s = time.process_time()
-    sum(index % 7 for index in range(2_000_000))
-    return time.process_time() - began_s
+def _least_s(work: Callable[[], object]) -> float:
+    """CPU time of the best of three runs, refusals included.
+
+    Other tests of this process have filled its heap: a collection of theirs is not this work's time.
+    """
+    spent_s = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            began_s = time.process_time()
+            with contextlib.suppress(InvalidRequestError, TooManyStepsError):
+                work()
+            spent_s.append(time.process_time() - began_s)
+    finally:
+        gc.enable()
+    return min(spent_s)
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
 def test_hostile_alternatives_take_bounded_time(name: str) -> None:
-    unit_s = _unit_s()
-    began_s = time.process_time()
+    spent_s = _least_s(lambda: check_schema(_HOSTILE[name], "schema"))
 
-    with contextlib.suppress(InvalidRequestError):
-        check_schema(_HOSTILE[name], "schema")
-
-    # The first took 2.5 s where the unit is 0.16 s, before a step was counted for each part.
-    assert time.process_time() - began_s < 10 * max(unit_s, _unit_s())
+    assert spent_s < 1.0  # 2.5 s for the first, before
 
 
 def test_what_takes_too_long_is_refused_in_words_of_its_own() -> None:
@@ -166,11 +174,15 @@ def test_what_takes_too_long_is_refused_in_words_of_its_own() -> None:
 
 def test_a_step_is_a_bounded_piece_of_work() -> None:
     for name, schema in _HOSTILE.items():
-        alternatives = Alternatives(schema)
-        began_s = time.process_time()
-        with contextlib.suppress(TooManyStepsError):
-            alternatives.exclude_each_other(schema.get("oneOf", [schema]))
-        spent_s = time.process_time() - began_s
+        made: list[Alternatives] = []
+
+        def decide(schema: dict[str, Any] = schema, made: list[Alternatives] = made) -> None:
+            made.append(Alternatives(schema))
+            made[-1].exclude_each_other(schema.get("oneOf", [schema]))
+
+        spent_s = _least_s(decide)
+
+        alternatives = made[-1]
         assert spent_s < 0.05 + min(alternatives._num_steps, _MAX_STEPS) * 10e-6, name
 
 
