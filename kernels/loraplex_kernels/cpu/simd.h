@@ -67,6 +67,25 @@ INLINE v8 v8_power_of_two(v8 n) {
 INLINE v8 v8_round(v8 a) {
     return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+INLINE v8 v8_div(v8 a, v8 b) { return _mm256_div_ps(a, b); }
+/* -|a|; NaN stays NaN. */
+INLINE v8 v8_below(v8 a) { return _mm256_or_ps(a, _mm256_set1_ps(-0.0f)); }
+/* then where a < b, else otherwise; otherwise where either is NaN. */
+INLINE v8 v8_where_less(v8 a, v8 b, v8 then, v8 otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+/* As narrow_bf16, lane by lane. */
+INLINE void v8_store_bf16(uint16_t *to, v8 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i narrow = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    narrow = _mm256_srli_epi32(narrow, 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    narrow = _mm256_blendv_epi8(narrow, _mm256_set1_epi32(0x7fc0), is_nan);
+    const __m256i packed = _mm256_packus_epi32(narrow, narrow);
+    _mm_storeu_si128((__m128i *)to,
+                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
 #elif defined(FP_FAST_FMAF)
 typedef struct { float lane[8]; } v8;
 #define EACH_LANE for (int i = 0; i < 8; i++)
@@ -103,6 +122,16 @@ INLINE v8 v8_sum_each(const v8 *part) {
 }
 INLINE v8 v8_power_of_two(v8 n) { EACH_LANE n.lane[i] = ldexpf(1.0f, (int)n.lane[i]); return n; }
 INLINE v8 v8_round(v8 a) { EACH_LANE a.lane[i] = nearbyintf(a.lane[i]); return a; }
+INLINE v8 v8_div(v8 a, v8 b) { EACH_LANE a.lane[i] /= b.lane[i]; return a; }
+/* -|a|; NaN stays NaN. */
+INLINE v8 v8_below(v8 a) { EACH_LANE a.lane[i] = -fabsf(a.lane[i]); return a; }
+/* then where a < b, else otherwise; otherwise where either is NaN. */
+INLINE v8 v8_where_less(v8 a, v8 b, v8 then, v8 otherwise) {
+    EACH_LANE then.lane[i] = a.lane[i] < b.lane[i] ? then.lane[i] : otherwise.lane[i];
+    return then;
+}
+/* As narrow_bf16, lane by lane. */
+INLINE void v8_store_bf16(uint16_t *to, v8 value) { EACH_LANE to[i] = narrow_bf16(value.lane[i]); }
 #else
 #error "these kernels need a CPU with fused multiply-add"
 #endif
@@ -139,6 +168,15 @@ INLINE v8 v8_exp(v8 a) {
     p = v8_fma(p, r, v8_all(1.0f));
     p = v8_fma(p, r, v8_all(1.0f));
     return v8_mul(p, v8_power_of_two(n));
+}
+
+/* 1 / (1 + e^-a) for all a, within 4 ulp, but 0 below -87 (where it is less than 2e-38); NaN stays NaN.
+ * It is made of e^-|a|, which cannot overflow. */
+INLINE v8 v8_sigmoid(v8 a) {
+    const v8 one = v8_all(1.0f), below = v8_below(a);
+    const v8 small = v8_where_less(below, v8_all(-87.0f), v8_zero(), v8_exp(below));
+    const v8 top = v8_where_less(a, v8_zero(), small, one);
+    return v8_div(top, v8_add(one, small));
 }
 
 INLINE float v8_exp_one(float a) {

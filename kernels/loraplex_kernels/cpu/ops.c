@@ -1,0 +1,227 @@
+/* What a decoder does between its products: norms, residual additions, the gated activation, rotation.
+ *
+ * Row rule: every row is computed alone, with one order of additions that depends on its width only, so a row
+ * gets the same bits whatever rows share the call and whichever thread takes it. Nothing reads a row that it
+ * does not write, but for gathered rows.
+ *
+ * x, y, weights and outputs are all fp32 or all bf16. Arithmetic is fp32. Where a value would be stored between
+ * two operations of transformers' Llama (the sum of the residual, the normalised row before its weight, each
+ * product of a rotation) it is rounded to the model's dtype, so that additions and rotations have the very
+ * bits of torch; the activation is rounded once.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "simd.h"
+
+/* Threads share a call of at least so many numbers, which take one of them 20 to 50 us: to wake a thread and to
+ * wait for it takes about as long. */
+#define OPS_GRAIN 49152
+
+INLINE v8 ops_load(const void *from, size_t at, int is_bf16) {
+    return is_bf16 ? v8_load_bf16((const uint16_t *)from + at) : v8_load((const float *)from + at);
+}
+
+/* The first `count` of eight numbers, zeros behind them. */
+INLINE v8 ops_load_part(const void *from, size_t at, int count, int is_bf16) {
+    float lane[8] = {0};
+    for (int i = 0; i < count; i++)
+        lane[i] = is_bf16 ? widen_bf16(((const uint16_t *)from)[at + (size_t)i])
+                          : ((const float *)from)[at + (size_t)i];
+    return v8_load(lane);
+}
+
+INLINE void ops_store(void *to, size_t at, v8 value, int is_bf16) {
+    if (is_bf16)
+        v8_store_bf16((uint16_t *)to + at, value);
+    else
+        v8_store((float *)to + at, value);
+}
+
+INLINE void ops_store_part(void *to, size_t at, v8 value, int count, int is_bf16) {
+    float lane[8];
+    v8_store(lane, value);
+    for (int i = 0; i < count; i++) {
+        if (is_bf16)
+            ((uint16_t *)to)[at + (size_t)i] = narrow_bf16(lane[i]);
+        else
+            ((float *)to)[at + (size_t)i] = lane[i];
+    }
+}
+
+/* As it would be read back after storing it. */
+INLINE v8 ops_rounded(v8 value, int is_bf16) {
+    if (!is_bf16) return value;
+    uint16_t bits[8];
+    v8_store_bf16(bits, value);
+    return v8_load_bf16(bits);
+}
+
+/* 1 / sqrt(mean of squares + eps) of a row; first adds y to it where there is one. Squares are summed by
+ * position modulo 32 in order, then in one tree; a last part of fewer than 8 counts as if zeros followed. */
+INLINE float ops_scale(void *x, const void *y, int64_t width, float eps, int is_bf16) {
+    v8 sum[4] = {v8_zero(), v8_zero(), v8_zero(), v8_zero()};
+    int64_t d = 0;
+    int lane = 0;
+    for (; d + 8 <= width; d += 8, lane = (lane + 1) & 3) {
+        v8 value = ops_load(x, (size_t)d, is_bf16);
+        if (y) {
+            value = ops_rounded(v8_add(value, ops_load(y, (size_t)d, is_bf16)), is_bf16);
+            ops_store(x, (size_t)d, value, is_bf16);
+        }
+        sum[lane] = v8_fma(value, value, sum[lane]);
+    }
+    if (d < width) {
+        const int count = (int)(width - d);
+        v8 value = ops_load_part(x, (size_t)d, count, is_bf16);
+        if (y) {
+            value = v8_add(value, ops_load_part(y, (size_t)d, count, is_bf16));
+            value = ops_rounded(value, is_bf16);
+            ops_store_part(x, (size_t)d, value, count, is_bf16);
+        }
+        sum[lane] = v8_fma(value, value, sum[lane]);
+    }
+    const float total = v8_total(v8_add(v8_add(sum[0], sum[1]), v8_add(sum[2], sum[3])));
+    return 1.0f / sqrtf(total / (float)width + eps);
+}
+
+INLINE void ops_norm_row(void *x, const void *y, const void *weight, void *out, int64_t width,
+                         float eps, int is_bf16) {
+    const v8 scale = v8_all(ops_scale(x, y, width, eps, is_bf16));
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) {
+        const v8 value = ops_rounded(v8_mul(ops_load(x, (size_t)d, is_bf16), scale), is_bf16);
+        ops_store(out, (size_t)d, v8_mul(value, ops_load(weight, (size_t)d, is_bf16)), is_bf16);
+    }
+    if (d < width) {
+        const int count = (int)(width - d);
+        const v8 value =
+            ops_rounded(v8_mul(ops_load_part(x, (size_t)d, count, is_bf16), scale), is_bf16);
+        ops_store_part(out, (size_t)d, v8_mul(value, ops_load_part(weight, (size_t)d, count, is_bf16)),
+                       count, is_bf16);
+    }
+}
+
+static void ops_norm_row_fp32(void *x, const void *y, const void *weight, void *out, int64_t width,
+                              float eps) {
+    ops_norm_row(x, y, weight, out, width, eps, 0);
+}
+
+static void ops_norm_row_bf16(void *x, const void *y, const void *weight, void *out, int64_t width,
+                              float eps) {
+    ops_norm_row(x, y, weight, out, width, eps, 1);
+}
+
+/* out[r] = norm(x[row ? row[r] : r]), each row first increased by y[r] in place where there is a y. No `row`
+ * comes twice with y. All are contiguous, `width` numbers a row. */
+void ops_rms_norm(void *x, const int64_t *row, const void *y, const void *weight, void *out,
+                  int64_t num_rows, int64_t width, float eps, int32_t is_bf16,
+                  int32_t num_threads) {
+    const size_t row_bytes = (size_t)width * (is_bf16 ? 2 : 4);
+#pragma omp parallel for schedule(static) num_threads(num_threads) \
+    if (num_threads > 1 && num_rows > 1 && num_rows * width >= OPS_GRAIN)
+    for (int64_t r = 0; r < num_rows; r++) {
+        void *own = (char *)x + (size_t)(row ? row[r] : r) * row_bytes;
+        const void *added = y ? (const char *)y + (size_t)r * row_bytes : NULL;
+        void *to = (char *)out + (size_t)r * row_bytes;
+        if (is_bf16)
+            ops_norm_row_bf16(own, added, weight, to, width, eps);
+        else
+            ops_norm_row_fp32(own, added, weight, to, width, eps);
+    }
+}
+
+INLINE void ops_gated_row(const void *gate, const void *up, void *out, int64_t width, int is_bf16) {
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) {
+        const v8 g = ops_load(gate, (size_t)d, is_bf16);
+        const v8 silu = v8_mul(g, v8_sigmoid(g));
+        ops_store(out, (size_t)d, v8_mul(silu, ops_load(up, (size_t)d, is_bf16)), is_bf16);
+    }
+    if (d < width) {
+        const int count = (int)(width - d);
+        const v8 g = ops_load_part(gate, (size_t)d, count, is_bf16);
+        const v8 silu = v8_mul(g, v8_sigmoid(g));
+        ops_store_part(out, (size_t)d, v8_mul(silu, ops_load_part(up, (size_t)d, count, is_bf16)),
+                       count, is_bf16);
+    }
+}
+
+static void ops_gated_row_fp32(const void *gate, const void *up, void *out, int64_t width) {
+    ops_gated_row(gate, up, out, width, 0);
+}
+
+static void ops_gated_row_bf16(const void *gate, const void *up, void *out, int64_t width) {
+    ops_gated_row(gate, up, out, width, 1);
+}
+
+/* out = silu(gate) * up; gate_up: (rows, 2 * width), all gates of a row, then its ups. */
+void ops_gated(const void *gate_up, void *out, int64_t num_rows, int64_t width, int32_t is_bf16,
+               int32_t num_threads) {
+    const size_t row_bytes = (size_t)width * (is_bf16 ? 2 : 4);
+#pragma omp parallel for schedule(static) num_threads(num_threads) \
+    if (num_threads > 1 && num_rows > 1 && num_rows * width >= OPS_GRAIN)
+    for (int64_t r = 0; r < num_rows; r++) {
+        const char *gate = (const char *)gate_up + 2 * (size_t)r * row_bytes;
+        char *to = (char *)out + (size_t)r * row_bytes;
+        if (is_bf16)
+            ops_gated_row_bf16(gate, gate + row_bytes, to, width);
+        else
+            ops_gated_row_fp32(gate, gate + row_bytes, to, width);
+    }
+}
+
+/* One head: x[i] * cos[i] + x[i + half] * sin[i], and the other half with the halves swapped; every product and
+ * sum rounded, as torch does. Elementwise, so the compiler may use what vectors it likes. */
+INLINE void ops_rotate_head_fp32(float *x, const float *cos, const float *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] + high * sin[i];
+        x[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+}
+
+INLINE uint16_t ops_rotated_bf16(uint16_t own, uint16_t cos, uint16_t other, uint16_t sin) {
+    const uint16_t a = narrow_bf16(widen_bf16(own) * widen_bf16(cos));
+    const uint16_t b = narrow_bf16(widen_bf16(other) * widen_bf16(sin));
+    return narrow_bf16(widen_bf16(a) + widen_bf16(b));
+}
+
+INLINE void ops_rotate_head_bf16(uint16_t *x, const uint16_t *cos, const uint16_t *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const uint16_t low = x[i], high = x[i + half];
+        x[i] = ops_rotated_bf16(low, cos[i], high, sin[i]);
+        x[i + half] = ops_rotated_bf16(high, cos[i + half], low, sin[i + half]);
+    }
+}
+
+/* Rotates the queries and keys of a step's merged rows in place and copies keys and values to their slots.
+ *
+ * qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); cos and sin: (rows, head_dim), sin with the sign of
+ * the rotated half; kv: (slots, 2 * num_kv_heads * head_dim); slot: of each of the num_tokens first rows. */
+void ops_rotate_and_write(void *qkv, const void *cos, const void *sin, void *kv,
+                          const int64_t *slot, int64_t num_tokens, int32_t num_heads,
+                          int32_t num_kv_heads, int32_t head_dim, int32_t is_bf16,
+                          int32_t num_threads) {
+    const size_t size = is_bf16 ? 2 : 4;
+    const size_t q_bytes = (size_t)num_heads * (size_t)head_dim * size;
+    const size_t kv_bytes = 2 * (size_t)num_kv_heads * (size_t)head_dim * size;
+    const int half = head_dim / 2, num_rotated = num_heads + num_kv_heads;
+#pragma omp parallel for schedule(static) num_threads(num_threads) \
+    if (num_threads > 1 && num_tokens > 1 && num_tokens * num_rotated * head_dim >= OPS_GRAIN)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        char *row = (char *)qkv + (size_t)t * (q_bytes + kv_bytes);
+        const size_t at = (size_t)t * (size_t)head_dim;
+        for (int h = 0; h < num_rotated; h++) {
+            if (is_bf16)
+                ops_rotate_head_bf16((uint16_t *)row + (size_t)h * (size_t)head_dim,
+                                     (const uint16_t *)cos + at, (const uint16_t *)sin + at, half);
+            else
+                ops_rotate_head_fp32((float *)row + (size_t)h * (size_t)head_dim,
+                                     (const float *)cos + at, (const float *)sin + at, half);
+        }
+        memcpy((char *)kv + (size_t)slot[t] * kv_bytes, row + q_bytes, kv_bytes);
+    }
+}
