@@ -184,8 +184,10 @@ def assemble_engine(
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
-    fingerprint = fingerprint_model(config.model_dir, dtype=dtype, image=image)
-    # What a block holds does not depend on how many ranks share it.
+    fingerprint = fingerprint_model(
+        config.model_dir, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype, image=image
+    )
+    # What a block holds does not depend on how many ranks share it. The backend's name says what it is kept in.
     block_format = f"{attention.name}/block{config.block_size}/{dtype}"
     eos_token_ids = frozenset(model.config.eos_token_ids)
     grammars = open_grammars(config, model.config.num_token_ids, eos_token_ids)
@@ -210,6 +212,7 @@ def assemble_engine(
         "attention": attention.name,
         "lora": lora.name if lora else "none",
         "linear": model.linear_name,
+        "kv_cache": dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     }
     if compute.plans is not None:
         backends["plans"] = compute.plans.column
@@ -231,7 +234,8 @@ def assemble_engine(
     log.info(
         "engine_assembled",
         num_blocks=sizes.num_blocks,
-        kv_bytes=sizes.num_blocks * config.block_size * sizes.kv_bytes_per_token,
+        kv_bytes=sizes.kv_bytes,
+        kv_cache_dtype=backends["kv_cache"],
         num_threads=torch.get_num_threads(),
     )
     return AssembledEngine(core, facts, runner, lora, grammars, compute.memory)

@@ -22,7 +22,12 @@ from loraplex_kernels.support import ARCHITECTURES, UnsupportedDeviceError, is_i
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.attention.base import AttentionBackend
 from loraplex_engine.attention.setup import AttentionDevice, open_attention
-from loraplex_engine.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, EngineSizes
+from loraplex_engine.config import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    EngineConfig,
+    EngineSizes,
+    check_kv_cache_on_cpu,
+)
 from loraplex_engine.device.graphs import (
     CudaGraphBackend,
     DecodeGraphs,
@@ -149,6 +154,16 @@ def _check_backends(config: EngineConfig, device: EngineDevice) -> None:
                 f"{name} is 'triton', which needs a GPU, and the device is a CPU: use auto (for tests there is"
                 " Triton's interpreter, TRITON_INTERPRET=1)"
             )
+    if not device.is_cuda:
+        check_kv_cache_on_cpu(config)
+    elif device.support is not None and config.kv_cache_dtype != "auto":
+        # Before the weights are loaded; the backend would say it too.
+        try:
+            device.support.check(config.kv_cache_dtype)
+        except UnsupportedDeviceError as error:
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r} and this is {device.name}: {error}, or auto"
+            ) from error
     if not device.is_cuda and config.lora_backend == "triton" != config.attention_backend:
         raise ConfigError(
             "lora_backend is 'triton' on a CPU, where attention_backend must be 'triton' too"
@@ -293,7 +308,9 @@ class _TritonAssembly:
         staging.seal()
         graphs = self._graphs(lora)
         block_bytes = attention.kv_bytes_per_block() * model.config.num_layers
-        given = self._sizes(model, None) if self._is_size_given() or meter is None else None
+        given = None
+        if self._is_size_given() or meter is None:
+            given = self._sizes(model, block_bytes, None)
         runner = ModelRunner(
             model,
             attention,
@@ -325,12 +342,12 @@ class _TritonAssembly:
                 utilization=config.gpu_memory_utilization
                 or (1.0 if given else DEFAULT_GPU_MEMORY_UTILIZATION),
                 use=use,
-                needed_kv_bytes=given.num_blocks * block_bytes if given else block_bytes,
+                needed_kv_bytes=given.kv_bytes if given else block_bytes,
             )
             if given is not None:
-                memory = replace(memory, kv_bytes=given.num_blocks * block_bytes)
+                memory = replace(memory, kv_bytes=given.kv_bytes)
         self._stage = "the KV cache"
-        sizes = given or self._sizes(model, memory.kv_bytes if memory else None)
+        sizes = given or self._sizes(model, block_bytes, memory.kv_bytes if memory else None)
         runner.resize(num_blocks=sizes.num_blocks, max_model_len=sizes.max_model_len)
         if self._device.is_cuda:
             warm_up(runner, config.max_num_batched_tokens, lora=lora.backend if lora else None)
@@ -352,6 +369,7 @@ class _TritonAssembly:
                 cache_dir=self._cache,
                 num_threads=torch.get_num_threads(),
                 backend=self._config.attention_backend,
+                kv_cache_dtype=self._config.kv_cache_dtype,
                 on_device=on_device,
             )
         except ValueError as error:
@@ -378,14 +396,10 @@ class _TritonAssembly:
     def _is_size_given(self) -> bool:
         return self._config.num_blocks is not None or self._config.kv_memory_bytes is not None
 
-    def _sizes(self, model: Decoder, free_bytes: int | None) -> EngineSizes:
-        shape = model.config
+    def _sizes(self, model: Decoder, block_bytes: int, free_bytes: int | None) -> EngineSizes:
         return self._config.sizes(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype_bytes=model.dtype.itemsize,
-            max_position_embeddings=shape.max_position,
+            block_bytes=block_bytes,
+            max_position_embeddings=model.config.max_position,
             free_bytes=free_bytes,
         )
 

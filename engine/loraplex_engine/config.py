@@ -1,7 +1,8 @@
 """What an engine process is started with, and the sizes that follow from it.
 
-Owns the settings' ranges and the KV cache's arithmetic; no torch, so that the scheduler's tests and the
-command line load it for free. `dtype="auto"` is resolved where torch is known (the runner).
+Owns the settings' ranges and how many blocks the KV cache has; no torch, so that the scheduler's tests and the
+command line load it for free. What a block takes is the attention backend's to say; `dtype="auto"` is resolved
+where torch is known (the runner).
 Units: a block is `block_size` tokens; memory is bytes.
 """
 
@@ -15,6 +16,7 @@ from typing import Literal, get_args
 from loraplex_engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
+KvCacheDType = Literal["auto", "int8", "fp8"]
 PolicyName = Literal["fair", "priority", "fcfs"]
 Admission = Literal["optimistic", "reserve"]
 Speculative = Literal["off", "auto", "ngram"]
@@ -37,6 +39,7 @@ MAX_SPECULATIVE_TOKENS = 64
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(DType),
+    "kv_cache_dtype": get_args(KvCacheDType),
     "device": get_args(DeviceName),
     "attention_backend": get_args(BackendName),
     "lora_backend": get_args(BackendName),
@@ -58,6 +61,9 @@ class EngineConfig:
     model_dir: Path  # Hugging Face folder of the base model
     base_model: str  # its public name
     dtype: DType = "auto"  # auto: bfloat16 where the device computes it fast, else float32
+    # What keys and values are kept in. auto: the model's dtype. int8, fp8: half of bfloat16's memory and reads, with
+    # a scale for every token and head, and not quite the same answers; on a GPU only, fp8 from sm_89 on.
+    kv_cache_dtype: KvCacheDType = "auto"
     device: DeviceName = "auto"  # auto: the first GPU that torch sees, else the CPU
     # auto: triton on a GPU; on a CPU native, and torch where that does not compile. Triton on a CPU is
     # Triton's interpreter, for tests.
@@ -249,10 +255,7 @@ class EngineConfig:
     def sizes(
         self,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype_bytes: int,
+        block_bytes: int,
         max_position_embeddings: int,
         free_bytes: int | None = None,
     ) -> EngineSizes:
@@ -262,13 +265,12 @@ class EngineConfig:
         admitted can finish once it is alone.
 
         Args:
+            block_bytes: what a block takes in all layers together, scales of a quantized cache included.
             free_bytes: of a GPU, what the KV cache may take where no setting says; None: a CPU.
 
         Raises:
             ConfigError: max_model_len is more than the model's context or than the KV cache holds.
         """
-        bytes_per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, dtype_bytes)
-        block_bytes = bytes_per_token * self.block_size
         wanted_len = self.longest(max_position_embeddings)
         if self.num_blocks is not None:
             num_blocks, source = self.num_blocks, f"num_blocks {self.num_blocks}"
@@ -291,10 +293,10 @@ class EngineConfig:
         if self.max_model_len is not None and num_slots < self.max_model_len:
             raise ConfigError(
                 f"max_model_len is {self.max_model_len}, but {source} holds {num_slots} tokens: lower it "
-                f"to that, or give the KV cache {self.max_model_len * bytes_per_token} bytes"
+                f"to that, or give the KV cache {-(-self.max_model_len // self.block_size) * block_bytes} bytes"
             )
         return EngineSizes(
-            kv_bytes_per_token=bytes_per_token,
+            block_bytes=block_bytes,
             num_blocks=num_blocks,
             max_model_len=min(wanted_len, num_slots),
         )
@@ -304,14 +306,27 @@ class EngineConfig:
 class EngineSizes:
     """What `EngineConfig.sizes` derived."""
 
-    kv_bytes_per_token: int
+    block_bytes: int  # in all layers
     num_blocks: int
     max_model_len: int  # longest prompt plus output, in tokens
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of the whole KV cache."""
+        return self.num_blocks * self.block_bytes
 
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of keys and values that one token leaves in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes
+
+def check_kv_cache_on_cpu(config: EngineConfig) -> None:
+    """A CPU's own attention has no quantized cache; Triton's interpreter has.
+
+    Raises:
+        ConfigError: one is asked for.
+    """
+    if config.kv_cache_dtype != "auto" and config.attention_backend != "triton":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, but on a CPU keys and values are kept in the model's"
+            " dtype: use kv_cache_dtype auto, or a GPU (--device cuda)"
+        )
 
 
 def _check_device(config: EngineConfig) -> None:
@@ -321,6 +336,15 @@ def _check_device(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{name} is {backend!r}, which computes on a CPU, but device is 'cuda': use triton"
             )
+    if config.kv_cache_dtype != "auto":
+        if config.attention_backend in ("torch", "native"):
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}, but attention_backend {config.attention_backend!r}"
+                " keeps keys and values in the model's dtype: use kv_cache_dtype auto, or attention_backend auto on"
+                " a GPU"
+            )
+        if config.device == "cpu":
+            check_kv_cache_on_cpu(config)
     share = config.gpu_memory_utilization
     if share is None:
         return

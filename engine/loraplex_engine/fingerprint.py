@@ -1,7 +1,7 @@
 """What makes two replicas give the same answers, as one digest.
 
 sha256 over: the digests of weights, tokenizer, chat template, model config and sampling defaults, the
-dtype, the engine's version and the image it runs in. Routers and pins compare it.
+dtype, what keys and values are kept in, the engine's version and the image it runs in. Routers and pins compare it.
 
 Hashing a model's weights takes a second per few hundred megabytes, so the digest of each file is kept
 beside the model, in `.loraplex-digests.json`, and believed while size and modification time are the
@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from loraplex_engine.config import KvCacheDType
 from loraplex_engine.errors import ModelError
 
 log = structlog.get_logger(__name__)
@@ -41,8 +42,14 @@ class _KnownDigest(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def fingerprint_model(model_dir: Path, *, dtype: str, image: str = "") -> str:
+def fingerprint_model(
+    model_dir: Path, *, dtype: str, kv_cache_dtype: KvCacheDType = "auto", image: str = ""
+) -> str:
     """`sha256:<64 hex>` for this folder in this dtype and engine version.
+
+    Args:
+        kv_cache_dtype: what is read from a quantized cache is not what was computed.
+        image: digest of the container image.
 
     Raises:
         ModelError: the folder has no safetensors weights or cannot be read.
@@ -55,6 +62,7 @@ def fingerprint_model(model_dir: Path, *, dtype: str, image: str = "") -> str:
         "files": hash_files(model_dir, paths),
         "dtype": dtype,
         "quantization": "none",
+        "kv_cache": kv_cache_dtype,
         "engine": engine_version(),
         "image": image,
     }

@@ -320,10 +320,10 @@ def load_model(config: EngineConfig) -> tuple[Decoder, EngineSizes]:
     model = load_decoder(config.model_dir, dtype)
     shape = model.config
     sizes = config.sizes(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype_bytes=dtype.itemsize,
+        # A CPU's backends keep keys and values in the model's dtype.
+        block_bytes=config.block_size
+        * model.attention_shape.kv_bytes_per_token()
+        * shape.num_layers,
         max_position_embeddings=shape.max_position,
     )
     return model, sizes

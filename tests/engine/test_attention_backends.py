@@ -13,6 +13,7 @@ import pytest
 import torch
 from loraplex_engine.attention.base import AttentionBackend, AttentionShape
 from loraplex_engine.attention.native_attention import NativeAttention
+from loraplex_engine.attention.setup import BackendName, open_attention
 from loraplex_engine.attention.torch_attention import TorchAttention
 
 from tests.support.attention_cases import BLOCK_SIZE, NUM_BLOCKS, Sequences, StagedTriton
@@ -138,6 +139,32 @@ def test_copied_blocks_are_what_they_were_before(open_backend: Open) -> None:
 
     torch.testing.assert_close(last[0][0], expected[0][-1])
     torch.testing.assert_close(last[1][0], expected[1][-1])
+
+
+def test_bytes_of_a_known_model_s_token() -> None:
+    # A layer of Llama-2-7B: in 16 bits half a MiB per token over 32 layers.
+    shape = AttentionShape(32, 32, 128, torch.bfloat16)
+
+    assert 32 * shape.kv_bytes_per_token() == 2**19
+    # Half of it, and a scale of four bytes for each of 32 heads, of keys and of values.
+    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+        assert shape.kv_bytes_per_token(kv_dtype) == 2**13 + 2 * 32 * 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "native"])
+def test_a_quantized_cache_is_refused_by_a_cpu_s_backends(
+    backend: BackendName, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype int8: .* use auto"):
+        open_attention(
+            _shape("smollm2", torch.float32),
+            num_blocks=1,
+            block_size=BLOCK_SIZE,
+            cache_dir=tmp_path,
+            num_threads=1,
+            backend=backend,
+            kv_cache_dtype="int8",
+        )
 
 
 def test_a_block_takes_the_bytes_it_says(open_backend: Open) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -19,9 +20,12 @@ from loraplex_engine.client import EngineClient, EnginePinRefusedError, EngineRe
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
+from loraplex_engine.kv.prefix_cache import PrefixCache
+from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.server import EngineServer, ServerOptions
+from loraplex_engine.step_loop import ReplicaFacts
 from prometheus_client import generate_latest
 
 from tests.support.adapter_files import make_adapter
@@ -281,6 +285,41 @@ def test_a_folder_without_a_model_or_a_bad_store_url_says_so(
 # ---------------------------------------------------------------------------- fingerprint
 
 
+def test_replicas_whose_caches_differ_in_kind_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "model").mkdir()
+    write_tiny_model(tmp_path / "model", TinyShape(hidden_size=32, num_heads=2, head_dim=16))
+    replicas: list[ReplicaFacts] = []
+    names: set[bytes] = set()
+
+    def watched(*args: Any, **named: Any) -> PrefixCache | None:
+        cache = open_prefix_cache(*args, **named)
+        assert cache is not None
+        chain = cache.hasher.chain(range(17), owner="t", salt=b"s", adapter_digest=None)
+        chain.extend(range(17), 1)
+        names.update(chain.names)
+        return cache
+
+    monkeypatch.setattr("loraplex_engine.build.open_prefix_cache", watched)
+    for kv_cache_dtype in ("auto", "int8", "fp8"):
+        changes = {"attention_backend": "triton", "kv_cache_dtype": kv_cache_dtype}
+        config = make_config(tmp_path, store_url=None, **changes)
+        replica = assemble_engine(config, cache=tmp_path / "cache")
+        replica.close()
+        replicas.append(replica.facts)
+
+    assert len({facts.model_fingerprint for facts in replicas}) == 3
+    assert [facts.kv_format for facts in replicas] == [
+        "triton/block16/float32/tp1",
+        "triton-int8/block16/float32/tp1",
+        "triton-fp8/block16/float32/tp1",
+    ]
+    assert [facts.backends["kv_cache"] for facts in replicas] == ["float32", "int8", "fp8"]
+    assert len(names) == 3
+
+
 @pytest.fixture
 def small_model(tmp_path: Path) -> Path:
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
@@ -293,6 +332,8 @@ def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) ->
         fingerprint_model(small_model, dtype="float32"),
         fingerprint_model(small_model, dtype="bfloat16"),
         fingerprint_model(small_model, dtype="float32", image="sha256:1"),
+        fingerprint_model(small_model, dtype="float32", kv_cache_dtype="int8"),
+        fingerprint_model(small_model, dtype="float32", kv_cache_dtype="fp8"),
     }
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         (small_model / name).write_text("changed")
@@ -300,7 +341,7 @@ def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) ->
     (small_model / "generation_config.json").write_text("{}")
     seen.add(fingerprint_model(small_model, dtype="float32"))
 
-    assert len(seen) == 8
+    assert len(seen) == 10
     assert fingerprint_model(small_model, dtype="float32") in seen
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loraplex_engine.compute import open_compute, warm_up
-from loraplex_engine.config import EngineConfig
+from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.device.graphs import DecodeGraphs, row_buckets
 from loraplex_engine.device.inputs import StagedInputs
 from loraplex_engine.device.memory_profile import MemoryUse, measure_use
@@ -19,12 +19,14 @@ from loraplex_engine.model.linear import PlainMethod
 from loraplex_engine.model.loading import load_decoder
 from loraplex_engine.runner import ModelRunner, RunnerLimits
 from loraplex_engine.step import Step
+from loraplex_kernels.support import support_of_capability
 
 from tests.support.recorded_graph import RecordingBackend
 from tests.support.staged_backends import StagedAttention
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 GPU = EngineDevice(torch.device("cuda", 0), "NVIDIA H200", "sm_90")
+_WIDE_HEADS = TinyShape(vocab_size=67, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -37,6 +39,52 @@ def test_a_cpu_s_backend_is_refused_on_a_gpu(name: str, tmp_path: Path) -> None:
         ConfigError, match=f"{name} is 'native', .* runs on NVIDIA H200: use triton"
     ):
         open_compute(config(**{name: "native"}), cache=tmp_path, device=GPU)
+
+
+def test_a_quantized_cache_is_refused_where_a_cpu_computes(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is 'int8', but on a CPU .*: use .* auto"
+    ):
+        open_compute(config(kv_cache_dtype="int8"), cache=tmp_path, device=EngineDevice())
+
+
+@pytest.mark.parametrize("minor", [0, 6])
+def test_fp8_is_refused_on_a_gpu_that_lacks_it(minor: int, tmp_path: Path) -> None:
+    support = support_of_capability(8, minor)
+    gpu = EngineDevice(torch.device("cuda", 0), "NVIDIA A100", f"sm_8{minor}", support)
+
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_cache_dtype is 'fp8' and this is NVIDIA A100: .* 8\.\d: use int8, or auto",
+    ):
+        open_compute(config(kv_cache_dtype="fp8"), cache=tmp_path, device=gpu)
+
+
+def test_the_cache_has_as_many_blocks_as_its_numbers_and_scales_leave_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    write_tiny_model(tmp_path, _WIDE_HEADS)
+    # Keys and values of 16 tokens, each 16 numbers and a scale.
+    block_bytes = _WIDE_HEADS.num_layers * 2 * 16 * (16 + 4)
+    settings = EngineConfig(
+        model_dir=tmp_path,
+        base_model="tiny",
+        attention_backend="triton",
+        dtype="float32",
+        kv_cache_dtype="int8",
+        kv_memory_bytes=7 * block_bytes + block_bytes - 1,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+    )
+
+    compute = open_compute(settings, cache=tmp_path, device=EngineDevice())
+
+    assert compute.sizes == EngineSizes(block_bytes, num_blocks=7, max_model_len=7 * 16)
+    tensors = [
+        tensor for layer in compute.runner.kv_layers for tensor in (layer.numbers, layer.scale)
+    ]
+    assert sum(tensor.nbytes for tensor in tensors) == compute.sizes.kv_bytes
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(
@@ -77,10 +125,7 @@ def test_running_out_of_memory_names_what_for_and_what_to_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    folder = write_tiny_model(
-        tmp_path,
-        TinyShape(vocab_size=67, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16),
-    )
+    folder = write_tiny_model(tmp_path, _WIDE_HEADS)
     settings = EngineConfig(
         model_dir=folder, base_model="tiny", attention_backend="triton", dtype="float32"
     )

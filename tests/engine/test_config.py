@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_engine.config import EngineConfig, EngineSizes, kv_bytes_per_token
+from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.errors import ConfigError
 
-SMOLLM2 = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "max_position_embeddings": 8192}
+# In 16 bits: 23,040 bytes a token over 30 layers with 3 heads of 64 numbers.
+SMOLLM2 = {"block_bytes": 23_040 * 16, "max_position_embeddings": 8192}
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -20,6 +21,15 @@ def config(**settings: Any) -> EngineConfig:
     ("settings", "message"),
     [
         ({"dtype": "float16"}, "dtype is 'float16': choose one of auto, bfloat16, float32"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4': choose one of auto, int8, fp8"),
+        (
+            {"kv_cache_dtype": "int8", "device": "cpu"},
+            "kv_cache_dtype is 'int8', but on a CPU .*: use kv_cache_dtype auto, or a GPU",
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "attention_backend": "native"},
+            "kv_cache_dtype is 'fp8', but attention_backend 'native' keeps .*: use kv_cache_dtype auto",
+        ),
         ({"block_size": 0}, "block_size is 0: use 1 or more"),
         ({"block_size": 24}, "block_size is 24: use a power of two"),
         ({"block_size": 1024}, "block_size is 1024: use a power of two up to 512"),
@@ -72,20 +82,16 @@ def test_an_empty_base_model_is_refused() -> None:
         EngineConfig(model_dir=Path("model"), base_model="")
 
 
-def test_kv_bytes_per_token_of_a_known_model() -> None:
-    # Llama-2-7B in 16 bits: half a MiB per token.
-    assert kv_bytes_per_token(num_layers=32, num_kv_heads=32, head_dim=128, dtype_bytes=2) == 2**19
-
-
 def test_default_sizes_hold_a_whole_context() -> None:
-    sizes = config().sizes(**SMOLLM2, dtype_bytes=2)
+    sizes = config().sizes(**SMOLLM2)
 
-    assert sizes == EngineSizes(kv_bytes_per_token=23_040, num_blocks=1456, max_model_len=8192)
+    assert sizes == EngineSizes(block_bytes=368_640, num_blocks=1456, max_model_len=8192)
+    assert sizes.kv_bytes == 1456 * 368_640
     assert sizes.num_blocks * 16 >= sizes.max_model_len
 
 
 def test_the_default_pool_grows_with_a_long_context() -> None:
-    sizes = config().sizes(**{**SMOLLM2, "max_position_embeddings": 131_072}, dtype_bytes=4)
+    sizes = config().sizes(block_bytes=2 * 368_640, max_position_embeddings=131_072)
 
     assert sizes.num_blocks == 131_072 // 16
 
@@ -93,17 +99,17 @@ def test_the_default_pool_grows_with_a_long_context() -> None:
 def test_a_gpu_s_free_memory_is_the_pool_s_where_no_setting_says() -> None:
     free_bytes = 23_040 * 16 * 100 + 5
 
-    sizes = config().sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
-    given = config(num_blocks=7).sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
+    sizes = config().sizes(**SMOLLM2, free_bytes=free_bytes)
+    given = config(num_blocks=7).sizes(**SMOLLM2, free_bytes=free_bytes)
 
     assert (sizes.num_blocks, sizes.max_model_len) == (100, 1600)
     assert given.num_blocks == 7
     with pytest.raises(ConfigError, match="what the GPU's memory leaves holds 1600 tokens"):
-        config(max_model_len=4096).sizes(**SMOLLM2, dtype_bytes=2, free_bytes=free_bytes)
+        config(max_model_len=4096).sizes(**SMOLLM2, free_bytes=free_bytes)
 
 
 def test_kv_memory_bounds_the_context_when_none_was_asked_for() -> None:
-    sizes = config(kv_memory_bytes=23_040 * 16 * 10).sizes(**SMOLLM2, dtype_bytes=2)
+    sizes = config(kv_memory_bytes=23_040 * 16 * 10).sizes(**SMOLLM2)
 
     assert (sizes.num_blocks, sizes.max_model_len) == (10, 160)
 
@@ -112,10 +118,13 @@ def test_kv_memory_bounds_the_context_when_none_was_asked_for() -> None:
     ("settings", "message"),
     [
         ({"max_model_len": 9000}, "max_model_len is 9000, but the model's context is 8192"),
-        ({"max_model_len": 4096, "num_blocks": 100}, "num_blocks 100 holds 1600 tokens"),
+        (
+            {"max_model_len": 4090, "num_blocks": 100},
+            "num_blocks 100 holds 1600 tokens: lower it to that, or give the KV cache 94371840 bytes",
+        ),
         ({"kv_memory_bytes": 1000}, "one block of 16 tokens takes 368640 bytes: raise it"),
     ],
 )
 def test_sizes_that_cannot_be_met_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(**settings).sizes(**SMOLLM2, dtype_bytes=2)
+        config(**settings).sizes(**SMOLLM2)

@@ -468,9 +468,7 @@ def test_build_core_runs_as_configured(tmp_path_factory: pytest.TempPathFactory)
         max_num_seqs=2,
         max_num_batched_tokens=8,
     )
-    sizes = config.sizes(
-        num_layers=2, num_kv_heads=1, head_dim=8, dtype_bytes=4, max_position_embeddings=64
-    )
+    sizes = config.sizes(block_bytes=2048, max_position_embeddings=64)
     adapters = FakeAdapterPool()
     runner = FakeRunner(adapters, sizes.num_blocks, config.block_size, 2, 8)
     core = build_core(

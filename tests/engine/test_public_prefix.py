@@ -104,9 +104,7 @@ def test_the_settings_reach_the_cache(model_dir: Path) -> None:
         prefix_cache_tenant_share=0.25,
         num_blocks=8,
     )
-    sizes = config.sizes(
-        num_layers=1, num_kv_heads=1, head_dim=8, dtype_bytes=4, max_position_embeddings=32
-    )
+    sizes = config.sizes(block_bytes=256, max_position_embeddings=32)
 
     cache = open_prefix_cache(config, sizes, model_fingerprint="m", kv_format="f", vocab_size=8)
 

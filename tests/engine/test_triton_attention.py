@@ -53,6 +53,10 @@ def test_a_quantized_cache_is_near_and_smaller(kv_dtype: torch.dtype) -> None:
             assert 0 < error < (0.03 if kv_dtype == torch.int8 else 0.25)
 
     assert backend.kv_bytes_per_block() == 2 * 2 * BLOCK_SIZE * (32 + 4)
+    assert isinstance(sequences.cache, PagedKv)
+    assert sequences.cache.scale is not None
+    taken = sequences.cache.numbers.nbytes + sequences.cache.scale.nbytes
+    assert taken == NUM_BLOCKS * backend.kv_bytes_per_block()
     assert backend.name == f"triton-{'int8' if kv_dtype == torch.int8 else 'fp8'}"
 
 

@@ -118,7 +118,7 @@ class FakeReplicaEngine:
         self.adapters = FakeAdapters()
         self.core: EngineCore = build_core(
             config,
-            EngineSizes(kv_bytes_per_token=1, num_blocks=num_blocks, max_model_len=2048),
+            EngineSizes(block_bytes=16, num_blocks=num_blocks, max_model_len=2048),
             self.executor,
             self.adapters,
             vocab_size=VOCAB_SIZE,

@@ -64,7 +64,7 @@ class StagedAttention:
         return torch.full(size, float("nan"), dtype=shape.dtype)
 
     def kv_bytes_per_block(self) -> int:
-        return self._block_size * 2 * self._shape.kv_size * self._shape.dtype.itemsize
+        return self._block_size * self._shape.kv_bytes_per_token()
 
     def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         blocks = kv.view(-1, self._block_size, *kv.shape[1:])

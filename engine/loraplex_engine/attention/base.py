@@ -44,6 +44,19 @@ class AttentionShape:
         """Width of a token's keys over all heads; its values are as wide."""
         return self.num_kv_heads * self.head_dim
 
+    def kv_bytes_per_token(self, kv_dtype: torch.dtype | None = None) -> int:
+        """What a token's keys and values take in one layer's cache; all that is said of its size comes from here.
+
+        Args:
+            kv_dtype: what they are kept in. int8 and float8 have a scale in fp32 for each head, of keys and of
+                values; None: the model's dtype.
+        """
+        kept_in = kv_dtype or self.dtype
+        per_head = self.head_dim * kept_in.itemsize
+        if kept_in.itemsize == 1:
+            per_head += torch.float32.itemsize
+        return 2 * self.num_kv_heads * per_head
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:

@@ -68,7 +68,7 @@ class NativeAttention:
         return torch.empty(size, dtype=self._shape.dtype)
 
     def kv_bytes_per_block(self) -> int:
-        return self._block_size * 2 * self._shape.kv_size * self._shape.dtype.itemsize
+        return self._block_size * self._shape.kv_bytes_per_token()
 
     def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         by_block = kv.view(-1, self._block_size * kv.shape[1])

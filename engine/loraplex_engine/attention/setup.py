@@ -14,11 +14,19 @@ from loraplex_kernels.plans import PlanTable
 from loraplex_engine.attention.base import AttentionBackend, AttentionShape
 from loraplex_engine.attention.native_attention import NativeAttention
 from loraplex_engine.attention.torch_attention import TorchAttention
+from loraplex_engine.config import KvCacheDType
 from loraplex_engine.device.staging import Staging
 
 log = structlog.get_logger(__name__)
 
 BackendName = Literal["auto", "native", "torch", "triton"]
+
+# None: the model's own.
+_KV_DTYPES: dict[KvCacheDType, torch.dtype | None] = {
+    "auto": None,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ def open_attention(
     cache_dir: Path,
     num_threads: int,
     backend: BackendName = "auto",
+    kv_cache_dtype: KvCacheDType = "auto",
     on_device: AttentionDevice | None = None,
 ) -> AttentionBackend[Any, Any]:
     """The backend for a model's shape.
@@ -49,10 +58,12 @@ def open_attention(
         cache_dir: for the compiled kernel.
         backend: auto takes the Triton kernels where `on_device` is a GPU, else the native kernel, and torch
             with one warning where that cannot be had.
+        kv_cache_dtype: what keys and values are kept in; the CPU's backends have the model's dtype alone.
         on_device: needed for the Triton backend.
 
     Raises:
         NativeBuildError, ValueError: the kernel that was asked for cannot be had here.
+        loraplex_kernels.support.UnsupportedDeviceError: the device has no numbers of that kind.
     """
     is_gpu = on_device is not None and on_device.device.type == "cuda"
     if is_gpu and backend not in ("auto", "triton"):
@@ -72,6 +83,11 @@ def open_attention(
             max_tokens=on_device.max_tokens,
             max_rows=on_device.max_rows,
             max_blocks_per_row=on_device.max_blocks_per_row,
+            kv_dtype=_KV_DTYPES[kv_cache_dtype],
+        )
+    if kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype {kv_cache_dtype}: the CPU's backends keep the model's dtype, use auto"
         )
     if backend != "torch":
         try:

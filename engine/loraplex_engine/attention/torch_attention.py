@@ -109,7 +109,7 @@ class TorchAttention:
         return kv
 
     def kv_bytes_per_block(self) -> int:
-        return self._block_size * 2 * self._shape.kv_size * self._shape.dtype.itemsize
+        return self._block_size * self._shape.kv_bytes_per_token()
 
     def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         by_block = kv[:-1].view(-1, self._block_size * kv.shape[1])

@@ -151,10 +151,7 @@ class TritonAttention:
         return PagedKv(torch.empty(shape, dtype=self._kv_dtype, device=self._device), scale)
 
     def kv_bytes_per_block(self) -> int:
-        per_head = self._shape.head_dim * self._kv_dtype.itemsize
-        if self._kv_dtype != self._shape.dtype:
-            per_head += torch.float32.itemsize
-        return 2 * self._shape.num_kv_heads * self._block_size * per_head
+        return self._block_size * self._shape.kv_bytes_per_token(self._kv_dtype)
 
     def copy_blocks(self, kv: PagedKv, source: Tensor, target: Tensor) -> None:
         plan = self._plans.choose(kv_blocks.KERNEL, phase="decode", tokens=len(source))

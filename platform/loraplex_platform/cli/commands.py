@@ -83,6 +83,12 @@ def up(
     dtype: Annotated[
         str | None, typer.Option(help="Of the engine: auto, bfloat16 or float32.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the engine: auto, or on a GPU int8 or fp8, what keys and values are kept in."
+        ),
+    ] = None,
     max_loras: Annotated[
         int | None, typer.Option(min=1, help="Of the engine: most adapters in one step.")
     ] = None,
@@ -126,6 +132,7 @@ def up(
 
     flags = {
         "--dtype": dtype,
+        "--kv-cache-dtype": kv_cache_dtype,
         "--max-loras": max_loras,
         "--max-lora-rank": max_lora_rank,
         "--num-threads": num_threads,
