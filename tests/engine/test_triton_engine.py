@@ -211,6 +211,20 @@ def test_a_crowd_gets_what_the_cpu_s_own_backends_give_it(stand: Stand) -> None:
     assert stats.max_adapters_in_step == 2
 
 
+def distance(got: list[TokenLogprobs], expected: list[TokenLogprobs]) -> float:
+    """The largest difference of a log-probability, as far as both texts are the same and of the ids that both name."""
+    worst = 0.0
+    for one, other in zip(got, expected, strict=True):
+        ones = dict(zip(one.top_ids, one.top_logprobs, strict=True))
+        others = dict(zip(other.top_ids, other.top_logprobs, strict=True))
+        shared = ones.keys() & others.keys()
+        assert len(shared) > len(ones) // 2
+        worst = max(worst, *(abs(ones[token] - others[token]) for token in shared))
+        if one.top_ids[0] != other.top_ids[0]:
+            break
+    return worst
+
+
 # What is recorded is tried by test_decode_graphs.py and test_triton_lora.py too.
 @pytest.mark.slow
 def test_recorded_steps_have_the_bits_of_eager_ones(stand: Stand) -> None:
@@ -286,6 +300,51 @@ def test_under_invariant_plans_a_row_s_bits_are_its_own(stand: Stand, dtype: str
     assert "beside" in kinds
     assert crowd.compute.plans is not None
     assert crowd.compute.plans.column == "invariant"
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "half_step"),
+    [
+        pytest.param("int8", 0.5 / 127, id="int8"),
+        pytest.param("fp8", 16 / 448, marks=pytest.mark.slow, id="fp8"),
+    ],
+)
+def test_a_quantized_cache_is_near_the_model_s_own_and_a_row_s_bits_are_its_own(
+    stand: Stand, kv_cache_dtype: str, half_step: float
+) -> None:
+    """Whole prompts beside prompts in pieces beside one found in the cache; then beside what is not quantized."""
+    requests = [
+        msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, logprobs=20))
+        for one in requests_for(stand, 2, max_tokens=2)
+    ]
+    settings: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": 2}
+    alone = stand.open(
+        "triton", kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=64, **settings
+    )
+    crowd = stand.open(
+        "triton",
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=7,
+        num_blocks=8,
+        block_size=8,
+        max_model_len=40,
+        prefix_cache=True,
+        **settings,
+    )
+    plain = stand.open("triton", max_num_batched_tokens=64, **settings)
+
+    expected = {name: got for one in requests for name, got in alone.run([one]).items()}
+    together = crowd.run(requests)
+    again = crowd.run([msgspec.structs.replace(requests[0], request_id="again")])
+    unquantized = plain.run(requests)
+
+    assert together == expected
+    assert again["again"] == expected["r0"]
+    assert crowd.core.stats().prefix_cache_hit_tokens_total > 0
+    distances = [distance(expected[name][1], unquantized[name][1]) for name in expected]
+    # A key or value moves by half a step at most, of its head's largest. What that does to this model's
+    # log-probabilities is proportional to it: of either format some 6 to 9 nats a half step are seen.
+    assert 0 < max(distances) < 16 * half_step
 
 
 def test_the_self_check_finds_invariant_plans_sound_and_the_phases_different(stand: Stand) -> None:
