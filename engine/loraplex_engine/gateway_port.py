@@ -193,6 +193,9 @@ class GatewayPort:
         self._num_pins = 0  # that the step loop has not answered
         self._outbox: deque[Output | Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="gateway-port", daemon=True)
 
@@ -262,23 +265,27 @@ class GatewayPort:
             self.changed.set()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
         while True:
             is_last_turn = self._is_stopping
             pause_ms = POLL_MS if self._queues.is_empty else RETRY_MS
-            ready = dict(poller.poll(0 if self._outbox or is_last_turn else pause_ms))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 65536)
-            if self._router in ready:
-                self._take_frames()
-            self._send_outputs()
-            self._flush_queues()
-            self._drop_silent_gateways()
+            self.turn(0 if self._outbox or is_last_turn else pause_ms)
             if self.failure is not None or (is_last_turn and not self._outbox):
                 self._say_farewell()
                 return
+
+    def turn(self, wait_ms: int) -> None:
+        """Wait up to `wait_ms` for something to come, then take all frames and send all outputs.
+
+        The port's thread calls it over and over; of a port that was not started, whoever drives it.
+        """
+        ready = dict(self._poller.poll(wait_ms))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
+        if self._router in ready:
+            self._take_frames()
+        self._send_outputs()
+        self._flush_queues()
+        self._drop_silent_gateways()
 
     def _say_farewell(self) -> None:
         """What still waits for gateways, for as long as closing the socket may take besides."""

@@ -258,33 +258,42 @@ class StepLoop:
                     engine.close()
 
     def _loop(self, engine: Engine) -> None:
-        core = engine.core
         wait_s = IDLE_WAIT_S
         while not self._is_stopping:
-            self._take_messages(engine, wait_s)
-            if not core.has_work():
-                self._progress_at = None
-                wait_s = IDLE_WAIT_S
-                engine.tidy()
-                self.stats = engine.stats()
-                continue
-            started_at = self._clock()
-            if self._progress_at is None:
-                self._progress_at = started_at
-            events = core.step()
-            num_tokens = core.last_step_num_tokens
-            stats = self.stats = engine.stats()
-            if num_tokens:
-                self._progress_at = self._clock()
-                self.last_step_unix_s = time.time()
-                self._observe_step(self._progress_at - started_at, num_tokens)
-            elif stats.num_running == 0 and not core.is_stuck:
-                # All wait for adapters and grammars: slow, perhaps, but this thread is well.
-                self._progress_at = self._clock()
-            if events:
-                self._publish(StepOutput(self._next_step_id, events))
-                self._next_step_id += 1
-            wait_s = 0.0 if num_tokens or not core.has_work() else BLOCKED_WAIT_S
+            wait_s = self.turn(engine, wait_s)
+
+    def turn(self, engine: Engine, wait_s: float) -> float:
+        """Take messages, wait for one up to `wait_s` seconds, and compute a step if there is work.
+
+        The loop's thread calls it over and over; of a loop that was not started, whoever drives it.
+
+        Returns:
+            How many seconds the next turn may wait.
+        """
+        core = engine.core
+        self._take_messages(engine, wait_s)
+        if not core.has_work():
+            self._progress_at = None
+            engine.tidy()
+            self.stats = engine.stats()
+            return IDLE_WAIT_S
+        started_at = self._clock()
+        if self._progress_at is None:
+            self._progress_at = started_at
+        events = core.step()
+        num_tokens = core.last_step_num_tokens
+        stats = self.stats = engine.stats()
+        if num_tokens:
+            self._progress_at = self._clock()
+            self.last_step_unix_s = time.time()
+            self._observe_step(self._progress_at - started_at, num_tokens)
+        elif stats.num_running == 0 and not core.is_stuck:
+            # All wait for adapters and grammars: slow, perhaps, but this thread is well.
+            self._progress_at = self._clock()
+        if events:
+            self._publish(StepOutput(self._next_step_id, events))
+            self._next_step_id += 1
+        return 0.0 if num_tokens or not core.has_work() else BLOCKED_WAIT_S
 
     def _take_messages(self, engine: Engine, wait_s: float) -> None:
         with contextlib.suppress(queue.Empty):

@@ -9,6 +9,7 @@ import typer
 
 from loraplex_platform.cli import (
     adapter_commands,
+    bench_commands,
     key_commands,
     process_commands,
     tenant_commands,
@@ -16,6 +17,9 @@ from loraplex_platform.cli import (
 )
 from loraplex_platform.cli.errors import CommandGroup
 from loraplex_platform.cli.options import DataDirOption, ToolFormat
+
+_LOCAL = "On this machine"
+_PROCESSES = "Processes of a fleet"
 
 app = typer.Typer(
     name="loraplex",
@@ -28,13 +32,11 @@ app = typer.Typer(
 )
 models = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Base models.")
 app.add_typer(models, name="models")
+app.add_typer(bench_commands.app, name="bench", rich_help_panel=_LOCAL)
 app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(user_commands.app, name="users")
-
-_LOCAL = "On this machine"
-_PROCESSES = "Processes of a fleet"
 
 
 @app.command(rich_help_panel=_LOCAL)
@@ -203,16 +205,6 @@ def verify(
     from loraplex_platform.cli.verify import run_verify
 
     raise typer.Exit(run_verify(data_dir, max_tokens, Console(highlight=False)))
-
-
-@app.command(
-    rich_help_panel=_LOCAL,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
-def bench(ctx: typer.Context) -> None:
-    """Measure throughput beside transformers + PEFT (from a clone of the repository)."""
-    process_commands.exec_bench(ctx.args)
 
 
 @models.command()

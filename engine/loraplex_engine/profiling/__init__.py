@@ -1,0 +1,1 @@
+"""Where a step's time goes: `loraplex bench profile`. Nothing here runs unless that command does."""
