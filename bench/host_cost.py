@@ -170,6 +170,7 @@ class _NoProducts:
     """`LinearMethod` without arithmetic: only the output's memory is taken."""
 
     name = "none"
+    row_multiple = 1
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         """See `LinearMethod`."""

@@ -42,6 +42,9 @@ class LinearMethod(Protocol):
     """How weights are stored and multiplied."""
 
     name: str
+    # What a step's rows should be padded to, so that a row's bits do not depend on their number. A `Linear`
+    # pads by itself what comes with fewer, which costs a copy; 1: nothing ever needs padding.
+    row_multiple: int
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         """Take a weight in the model's dtype; the caller drops its own reference."""
@@ -63,6 +66,7 @@ class PlainMethod:
     """`functional.linear` on padded rows: works everywhere."""
 
     name = "torch"
+    row_multiple = ROW_MULTIPLE
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _PlainLinear(weight_NK, bias_N)
@@ -85,6 +89,7 @@ class CublasMethod:
     """
 
     name = "cublas"
+    row_multiple = 1
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _CublasLinear(weight_NK, bias_N)
@@ -108,6 +113,7 @@ class PackedMethod:
     """oneDNN weights in the CPU's own layout; the unpacked copy is freed."""
 
     name = "onednn"
+    row_multiple = ROW_MULTIPLE
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _PackedLinear(weight_NK, bias_N)
@@ -131,6 +137,7 @@ class UpcastMethod:
     def __init__(self, inner: LinearMethod) -> None:
         self._inner = inner
         self.name = f"{inner.name}_fp32"
+        self.row_multiple = inner.row_multiple
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _UpcastLinear(
