@@ -96,7 +96,7 @@ def _cores(config: EngineConfig) -> dict[str, EngineCore]:
     from loraplex_engine.runner import build_runner, load_model
     from loraplex_engine.sampling.setup import open_survivors
 
-    model, sizes = load_model(config)
+    model, sizes = load_model(config, cache=cache_dir())
     survivors = open_survivors(cache_dir())
     cores = {}
     for mode in MODES:

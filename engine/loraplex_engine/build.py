@@ -212,6 +212,7 @@ def assemble_engine(
         "attention": attention.name,
         "lora": lora.name if lora else "none",
         "linear": model.linear_name,
+        "ops": model.ops.name,
         "kv_cache": dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     }
     if compute.plans is not None:

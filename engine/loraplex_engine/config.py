@@ -22,6 +22,7 @@ Admission = Literal["optimistic", "reserve"]
 Speculative = Literal["off", "auto", "ngram"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "torch", "native", "triton"]
+OpsBackendName = Literal["auto", "torch", "native"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
@@ -43,6 +44,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(DeviceName),
     "attention_backend": get_args(BackendName),
     "lora_backend": get_args(BackendName),
+    "ops_backend": get_args(OpsBackendName),
     "policy": get_args(PolicyName),
     "admission": get_args(Admission),
     "speculative": get_args(Speculative),
@@ -69,6 +71,8 @@ class EngineConfig:
     # Triton's interpreter, for tests.
     attention_backend: BackendName = "auto"
     lora_backend: BackendName = "auto"
+    # Norms, rotation, activation: the same, but that with Triton's attention they are Triton's.
+    ops_backend: OpsBackendName = "auto"
     # On a GPU: take the launch plans under which a row's bits do not depend on its neighbours, nor on how its
     # prompt was cut up, found in the cache or computed again, nor on drafts, at some cost in speed. On a
     # CPU they never do.
@@ -330,12 +334,18 @@ def check_kv_cache_on_cpu(config: EngineConfig) -> None:
 
 
 def _check_device(config: EngineConfig) -> None:
-    for name in ("attention_backend", "lora_backend"):
+    for name in ("attention_backend", "lora_backend", "ops_backend"):
         backend = getattr(config, name)
         if config.device == "cuda" and backend in ("torch", "native"):
             raise ConfigError(
-                f"{name} is {backend!r}, which computes on a CPU, but device is 'cuda': use triton"
+                f"{name} is {backend!r}, which computes on a CPU, but device is 'cuda': use"
+                f" {'auto' if name == 'ops_backend' else 'triton'}"
             )
+    if "triton" in (config.attention_backend, config.lora_backend) and config.ops_backend != "auto":
+        raise ConfigError(
+            f"ops_backend is {config.ops_backend!r}, but with a backend of triton these operations are Triton's"
+            " too: use auto"
+        )
     if config.kv_cache_dtype != "auto":
         if config.attention_backend in ("torch", "native"):
             raise ConfigError(

@@ -414,7 +414,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     dtype: str
     torch_version: str
-    backends: dict[str, str]  # {"attention": ..., "lora": ..., "linear": ...}
+    backends: dict[str, str]  # {"attention": ..., "lora": ..., "linear": ..., "ops": ...}
     max_model_len: int
     max_loras: int
     max_lora_rank: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.device.graphs import DecodeGraphs
 from loraplex_engine.device.inputs import HostInputs, Inputs
 from loraplex_engine.device.landing import Landing
+from loraplex_engine.errors import ConfigError
 from loraplex_engine.forward_pass import ForwardPass, PassWork, SlotTable
 from loraplex_engine.lora.seam import LoraBackend
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
+from loraplex_engine.model.native_ops import open_ops_kernel
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.sampling.device import DeviceSampler, StepSampler
 from loraplex_engine.sampling.edits import NEUTRAL, RowRules
@@ -309,15 +312,31 @@ def _count_kept(sampled: Sampled, is_met_R: np.ndarray, places: _Places) -> np.n
     return np.where(ends_E, np.maximum(kept_E, 1), kept_E)
 
 
-def load_model(config: EngineConfig) -> tuple[Decoder, EngineSizes]:
+def load_model(config: EngineConfig, *, cache: Path | None = None) -> tuple[Decoder, EngineSizes]:
     """Load the model of `config` and derive the sizes that follow from it; sets torch's threads.
+
+    Args:
+        cache: folder for compiled kernels; None: there are none, all is torch.
 
     Raises:
         ModelError, ConfigError: the folder or a setting is wrong.
+        NativeBuildError: kernels that a setting asks for cannot be had here.
     """
     torch.set_num_threads(config.num_threads or usable_cpus())
     dtype = resolve_dtype(config.dtype)
-    model = load_decoder(config.model_dir, dtype)
+    ops = None
+    if cache is not None:
+        ops = open_ops_kernel(
+            dtype,
+            cache_dir=cache,
+            num_threads=torch.get_num_threads(),
+            backend=config.ops_backend,
+        )
+    elif config.ops_backend == "native":
+        raise ConfigError(
+            "ops_backend is 'native', which needs a folder for what is compiled: use auto"
+        )
+    model = load_decoder(config.model_dir, dtype, ops=ops)
     shape = model.config
     sizes = config.sizes(
         # A CPU's backends keep keys and values in the model's dtype.

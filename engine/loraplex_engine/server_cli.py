@@ -26,6 +26,7 @@ from loraplex_engine.config import (
     DeviceName,
     EngineConfig,
     KvCacheDType,
+    OpsBackendName,
     PolicyName,
 )
 from loraplex_engine.errors import EngineError
@@ -108,6 +109,13 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         "The same for adapters.",
         default="auto",
         choices=get_args(BackendName),
+    )
+    flag(
+        device,
+        "--ops-backend",
+        "The same for norms, rotation and activation, which on a GPU are always Triton's.",
+        default="auto",
+        choices=get_args(OpsBackendName),
     )
     flag(
         device,
@@ -408,6 +416,7 @@ def read_options(
         device=values.device,
         attention_backend=values.attention_backend,
         lora_backend=values.lora_backend,
+        ops_backend=values.ops_backend,
         batch_invariant=values.batch_invariant,
         cuda_graphs=values.cuda_graphs,
         gpu_memory_utilization=values.gpu_memory_utilization,

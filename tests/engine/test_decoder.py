@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from loraplex_engine.attention.torch_attention import TorchAttention
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.model.native_ops import open_ops_kernel
 from loraplex_engine.model.ops import TorchOps, padded_rows
 from loraplex_engine.model.rope import RotaryTable, rotate_
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
+from loraplex_kernels.cpu.build import NativeBuildError
+from loraplex_kernels.cpu.ops import OpsKernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
@@ -20,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from tests.support.adapter_files import native_cache_dir
 from tests.support.step_driver import StepDriver, driven
 from tests.support.tiny_model import TinyShape, load_oracle, write_tiny_model
 
@@ -36,9 +41,31 @@ SHAPES = {
 PROMPTS = [[5, 17, 99, 23, 41, 5, 5, 64], [8], list(range(3, 130))]
 NUM_TOKENS = 16
 
+OpenOps = Callable[[torch.dtype], OpsKernel | None]
 
-def open_runner(folder: Path, dtype: torch.dtype, limits: RunnerLimits = LIMITS) -> ModelRunner:
-    model = load_decoder(folder, dtype)
+
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> OpenOps:
+    """The kernels between the linears, by dtype."""
+
+    def open_(dtype: torch.dtype) -> OpsKernel | None:
+        try:
+            return open_ops_kernel(
+                dtype,
+                cache_dir=native_cache_dir(request.config),
+                num_threads=torch.get_num_threads(),
+                backend=request.param,
+            )
+        except NativeBuildError as error:
+            pytest.skip(f"no C compiler here: {error}")
+
+    return open_
+
+
+def open_runner(
+    folder: Path, dtype: torch.dtype, ops: OpsKernel | None, limits: RunnerLimits = LIMITS
+) -> ModelRunner:
+    model = load_decoder(folder, dtype, ops=ops)
     attention = TorchAttention(
         model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
     )
@@ -63,9 +90,12 @@ def our_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_fp32_logits_and_greedy_tokens_equal_transformers(shape: TinyShape, tmp_path: Path) -> None:
+def test_fp32_logits_and_greedy_tokens_equal_transformers(
+    shape: TinyShape, ops: OpenOps, tmp_path: Path
+) -> None:
     folder = write_tiny_model(tmp_path, shape)
-    runner, oracle = open_runner(folder, torch.float32), load_oracle(folder, torch.float32)
+    runner = open_runner(folder, torch.float32, ops(torch.float32))
+    oracle = load_oracle(folder, torch.float32)
 
     for tokens in PROMPTS:
         with torch.inference_mode():
@@ -91,14 +121,14 @@ BF16_BOUND = 0.35
 
 
 @pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["qwen2"]], ids=["llama", "qwen2"])
-def test_bf16_logits_are_within_the_bound(shape: TinyShape, tmp_path: Path) -> None:
+def test_bf16_logits_are_within_the_bound(shape: TinyShape, ops: OpenOps, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, shape)
     oracle = load_oracle(folder, torch.bfloat16)
 
     for tokens in PROMPTS:
         with torch.inference_mode():
             expected = oracle(torch.tensor([tokens])).logits[0].float()
-        logits = our_logits(open_runner(folder, torch.bfloat16), tokens)
+        logits = our_logits(open_runner(folder, torch.bfloat16, ops(torch.bfloat16)), tokens)
 
         assert (logits - expected).abs().max() < BF16_BOUND
 
@@ -160,11 +190,11 @@ def smollm2_dir() -> Path:
 
 
 @pytest.mark.model
-def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
+def test_smollm2_equals_transformers(smollm2_dir: Path, ops: OpenOps) -> None:
     from transformers import AutoTokenizer
 
     limits = RunnerLimits(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=256)
-    runner = open_runner(smollm2_dir, torch.float32, limits)
+    runner = open_runner(smollm2_dir, torch.float32, ops(torch.float32), limits)
     oracle = load_oracle(smollm2_dir, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     questions = [

@@ -64,24 +64,33 @@ def test_the_schedulers_flags() -> None:
 
 def test_the_device_s_flags() -> None:
     usual = ["--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x"]
-    names = ("device", "attention_backend", "lora_backend", "batch_invariant", "cuda_graphs")
+    names = (
+        "device",
+        "attention_backend",
+        "lora_backend",
+        "ops_backend",
+        "batch_invariant",
+        "cuda_graphs",
+    )
     names += ("gpu_memory_utilization", "kv_cache_dtype")
 
     _, default, _ = read_options(usual, {})
     assert [getattr(default, name) for name in names] == [
-        *("auto", "auto", "auto", False, True, None, "auto")
+        *("auto", "auto", "auto", "auto", False, True, None, "auto")
     ]
     flags = ["--device", "cuda", "--attention-backend", "triton", "--lora-backend", "triton"]
     flags += ["--batch-invariant", "--no-cuda-graphs", "--gpu-memory-utilization", "0.8"]
     flags += ["--kv-cache-dtype", "fp8"]
     _, config, _ = read_options([*usual, *flags], {})
     assert [getattr(config, name) for name in names] == [
-        *("cuda", "triton", "triton", True, False, 0.8, "fp8")
+        *("cuda", "triton", "triton", "auto", True, False, 0.8, "fp8")
     ]
     _, config, _ = read_options(usual, {"LORAPLEX_ENGINE_KV_CACHE_DTYPE": "int8"})
     assert config.kv_cache_dtype == "int8"
     _, config, _ = read_options(usual, {"LORAPLEX_ENGINE_CUDA_GRAPHS": "0"})
     assert not config.cuda_graphs
+    _, config, _ = read_options([*usual, "--ops-backend", "torch"], {})
+    assert config.ops_backend == "torch"
 
 
 def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,10 @@ class ModelStand:
             base_model="tiny",
             num_threads=1,
             dtype=self.dtype,
+            ops_backend=self.backend,
             **settings,
         )
-        model, sizes = load_model(config)
+        model, sizes = load_model(config, cache=self.kernels)
         assert model.config.num_token_ids == self.vocab_size
         lora = open_lora(
             store_url=f"file://{self.folder}/store",

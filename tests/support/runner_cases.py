@@ -12,6 +12,7 @@ from loraplex_engine.attention.base import AttentionBackend
 from loraplex_engine.attention.setup import BackendName, open_attention
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder
+from loraplex_engine.model.native_ops import open_ops_kernel
 from loraplex_engine.runner import ModelRunner, RunnerLimits
 from loraplex_kernels.cpu.build import NativeBuildError
 
@@ -44,9 +45,15 @@ def open_case(
     *,
     cache_dir: Path,
 ) -> RunnerCase:
-    """Write the model to `folder` and load it; skips where `backend` needs a C compiler and has none."""
-    model = load_decoder(write_tiny_model(folder, shape), dtype)
+    """Write the model to `folder` and load it, with operations of the same backend; skips where `backend` needs a C compiler and has none."""
     try:
+        ops = open_ops_kernel(
+            dtype,
+            cache_dir=cache_dir,
+            num_threads=torch.get_num_threads(),
+            backend="native" if backend == "native" else "torch",
+        )
+        model = load_decoder(write_tiny_model(folder, shape), dtype, ops=ops)
         attention = open_attention(
             model.attention_shape,
             num_blocks=limits.num_blocks,

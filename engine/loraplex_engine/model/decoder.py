@@ -156,8 +156,7 @@ class Decoder:
         missing = self.ops.head_rows_for(row_R.numel()) - row_R.numel()
         if missing:
             row_R = torch.cat((row_R, row_R[-1:].expand(missing)))
-        rows_RH = hidden_TH.index_select(0, row_R)
-        return self.ops.rms_norm(rows_RH, self._final_norm, self.config.rms_norm_eps)
+        return self.ops.rms_norm_of(hidden_TH, row_R, self._final_norm, self.config.rms_norm_eps)
 
     def score(self, x_RH: Tensor) -> Tensor:
         """Scores of `head_input`'s rows, without adapters: (R, num_token_ids), model dtype."""

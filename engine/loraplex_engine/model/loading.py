@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from loraplex_kernels.cpu.ops import OpsKernel
 from loraplex_kernels.plans import PlanTable
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from loraplex_engine.model.linear import (
     choose_method,
     has_fast_bf16,
 )
+from loraplex_engine.model.native_ops import NativeOps
 from loraplex_engine.model.ops import ModelOps, TorchOps
 from loraplex_engine.model.rope import RotaryTable
 from loraplex_engine.model.weights import WeightSource, open_weights
@@ -46,6 +48,7 @@ def load_decoder(
     method: LinearMethod | None = None,
     device: torch.device = _CPU,
     plans: PlanTable | None = None,
+    ops: OpsKernel | None = None,
 ) -> Decoder:
     """Read, merge and pack the weights of `folder`.
 
@@ -56,6 +59,7 @@ def load_decoder(
         device: where the weights go.
         plans: of our Triton kernels, which a GPU needs and a CPU runs in Triton's interpreter; None: the
             CPU's own routines.
+        ops: the CPU's kernels for what is between the linears; None: torch, or Triton where there are plans.
 
     Raises:
         ModelError: the folder is not a complete model of a supported kind.
@@ -70,6 +74,7 @@ def load_decoder(
             method=method,
             device=device,
             plans=plans,
+            ops=ops,
         )
 
 
@@ -82,6 +87,7 @@ def build_decoder(
     method: LinearMethod | None = None,
     device: torch.device = _CPU,
     plans: PlanTable | None = None,
+    ops: OpsKernel | None = None,
 ) -> Decoder:
     """`load_decoder` of weights from anywhere.
 
@@ -89,8 +95,11 @@ def build_decoder(
         ModelError: `reader` has not exactly the weights of `config`.
     """
     assert plans is not None or device.type == "cpu", "a GPU runs our kernels, which need plans"
-    ops, fastest = _open_routines(dtype, device, plans)
+    assert plans is None or ops is None, "the CPU's kernels, or Triton's"
+    model_ops, fastest = _open_routines(dtype, device, plans)
     method = method or fastest
+    if ops is not None:
+        model_ops = NativeOps(ops, row_multiple=method.row_multiple)
     with torch.inference_mode():
         builder = _Builder(config, dtype, method, reader, device)
         embedding = builder.embedding()
@@ -112,7 +121,7 @@ def build_decoder(
                 dtype,
                 device,
             ),
-            ops=ops,
+            ops=model_ops,
             linear_name=method.name,
         )
 

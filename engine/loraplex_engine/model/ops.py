@@ -1,9 +1,10 @@
 """The decoder's small operations behind one interface: norms, residual additions, the gated activation.
 
-`TorchOps` is the CPU's: plain torch, in the order of operations of transformers' Llama. `TritonOps`
-(triton_ops.py) runs our kernels. The decoder knows no device.
+`TorchOps` is plain torch, in the order of operations of transformers' Llama: what a CPU without a C compiler
+takes. `NativeOps` (native_ops.py) runs our C kernels, `TritonOps` (triton_ops.py) our Triton kernels. The decoder
+knows no device.
 
-T rows of a step, H hidden size, I inner width of the MLP.
+T rows of a step, R of them that are sampled, H hidden size, I inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class ModelOps(Protocol):
         """x / sqrt(mean(x^2) + eps) * weight; in fp32 up to the multiplication by the weight."""
         ...
 
+    def rms_norm_of(self, x_TH: Tensor, row_R: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of the rows `row_R` (int64, may repeat) alone: (R, H)."""
+        ...
+
     def add_rms_norm(self, hidden_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """`hidden_TH += y_TH` in place, then the norm of the sum."""
         ...
@@ -67,6 +72,10 @@ class TorchOps:
         x = x_TH.float()
         scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         return (x * scale).to(x_TH.dtype).mul_(weight_H)
+
+    def rms_norm_of(self, x_TH: Tensor, row_R: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """See `ModelOps.rms_norm_of`."""
+        return self.rms_norm(x_TH.index_select(0, row_R), weight_H, eps)
 
     def add_rms_norm(self, hidden_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """See `ModelOps.add_rms_norm`."""

@@ -42,6 +42,10 @@ class TritonOps:
         plan = self._plans.choose("rms_norm", phase="decode", tokens=x_TH.shape[0], k=x_TH.shape[1])
         return rms_norm(x_TH, weight_H, eps, plan)
 
+    def rms_norm_of(self, x_TH: Tensor, row_R: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """See `ModelOps.rms_norm_of`."""
+        return self.rms_norm(x_TH.index_select(0, row_R), weight_H, eps)
+
     def add_rms_norm(self, hidden_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """See `ModelOps.add_rms_norm`."""
         plan = self._plans.choose("rms_norm", phase="decode", tokens=y_TH.shape[0], k=y_TH.shape[1])
@@ -86,6 +90,7 @@ class GemmMethod:
     """
 
     name = "triton"
+    row_multiple = 1
 
     def __init__(self, plans: PlanTable) -> None:
         self._plans = plans
