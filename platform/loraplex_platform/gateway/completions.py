@@ -117,7 +117,7 @@ async def create_chat_completion(
             body, "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         ),
     )
-    return await _run(
+    return await run(
         request,
         gateway,
         job,
@@ -158,7 +158,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
         params=_params(body, "max_tokens"),
     )
-    return await _run(
+    return await run(
         request,
         gateway,
         job,
@@ -314,7 +314,7 @@ class _Listener:
         self.pump.abandon()
 
 
-async def _run(
+async def run(
     request: Request,
     gateway: Gateway,
     job: Job,
@@ -323,7 +323,8 @@ async def _run(
     includes_usage: bool,
     num_top_logprobs: int | None,
 ) -> Response:
-    pump = Pump(
+    """Run a checked request and answer it; raises what ends it before its first token."""
+    pump = gateway.pump(
         job=job,
         replica=gateway.router.choose(job.model.base_model, job.num_tokens),
         owner=gateway.gateway_id,

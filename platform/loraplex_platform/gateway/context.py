@@ -15,6 +15,7 @@ from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactor
 from loraplex_platform.errors import InvalidApiKeyError
 from loraplex_platform.gateway.errors import AuthBackendUnavailableError, GatewayDrainingError
 from loraplex_platform.gateway.metrics import GatewayMetrics
+from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer
@@ -34,6 +35,7 @@ class Gateway:
     tokenizer: BaseTokenizer
     metrics: GatewayMetrics
     is_draining: bool = field(default=False)
+    pump: type[Pump] = Pump  # what runs a request; a profile's keeps no books
 
     def salt_of(self, tenant_id: UUID) -> bytes:
         """What keeps a tenant's cached blocks apart from everybody else's; clients never choose it."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from loraplex_platform.db.migrate import SchemaMismatchError, refuse_other_schema
 from loraplex_platform.gateway.app import create_app, open_gateway
@@ -59,23 +60,10 @@ def run(settings: GatewaySettings, *, port_file: Path | None = None) -> int:
 
 async def serve(settings: GatewaySettings, *, port_file: Path | None = None) -> int:
     """`run` on the running loop."""
-    listener = _listen(settings.gateway_host, settings.gateway_port)
+    listener = listen(settings.gateway_host, settings.gateway_port)
     with listener:
         async with open_gateway(settings) as gateway:
-            server = Server(
-                uvicorn.Config(
-                    create_app(gateway),
-                    http=BoundedHttpProtocol,
-                    loop="none",
-                    ws="none",
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    proxy_headers=False,
-                    timeout_graceful_shutdown=_CLOSE_S,
-                )
-            )
+            server = make_server(create_app(gateway))
             stopping, hurrying = asyncio.Event(), asyncio.Event()
 
             def on_signal() -> None:
@@ -99,6 +87,24 @@ async def serve(settings: GatewaySettings, *, port_file: Path | None = None) -> 
     return 0
 
 
+def make_server(app: ASGIApp) -> Server:
+    """uvicorn as a gateway runs it, on the running loop."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+    )
+
+
 async def _drain(gateway: Gateway, grace_s: float, hurrying: asyncio.Event) -> None:
     """Let running requests finish while new ones hear 503; then end what is left."""
     gateway.is_draining = True
@@ -111,7 +117,7 @@ async def _drain(gateway: Gateway, grace_s: float, hurrying: asyncio.Event) -> N
     await gateway.pumps.drain(0.0, gateway.draining_error())
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 picks a free one."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

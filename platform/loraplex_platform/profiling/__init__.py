@@ -1,0 +1,1 @@
+"""What a gateway costs, for `loraplex bench profile`. Nothing here runs unless that command does."""
