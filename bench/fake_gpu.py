@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from loraplex_engine.device.graphs import Captured
+from loraplex_engine.device.memory_profile import DeviceMeter
 from loraplex_kernels.support import ARCHITECTURES, Support
 
 # The kernel whose result the host reads: its outputs must be tokens.
@@ -115,6 +116,10 @@ class FakeMachine:
     def graph_backend(self) -> _NoGraphs:
         """Recordings whose replay is free, as one call of the driver nearly is."""
         return _NoGraphs()
+
+    def meter(self) -> DeviceMeter:
+        """There is no device whose memory could be read."""
+        raise NotImplementedError("a fake device has no memory")
 
     def facts(self) -> dict[str, str]:
         """See `Machine`."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from loraplex_engine.device.graphs import Captured, CudaGraphBackend, GraphBackend
+from loraplex_engine.device.memory_profile import CudaMeter, DeviceMeter
 from loraplex_kernels.support import Support, support_of
 
 # What raises the clocks: products of square matrices.
@@ -51,6 +52,10 @@ class Machine(Protocol):
 
     def graph_backend(self) -> GraphBackend:
         """Records decoding steps."""
+        ...
+
+    def meter(self) -> DeviceMeter:
+        """Reads the device's memory."""
         ...
 
     def facts(self) -> dict[str, str]:
@@ -106,6 +111,10 @@ class CudaMachine:
         """See `Machine`."""
         return CudaGraphBackend(self.device)
 
+    def meter(self) -> DeviceMeter:
+        """See `Machine`."""
+        return CudaMeter(self.device)
+
     def facts(self) -> dict[str, str]:
         """See `Machine`."""
         import triton
@@ -157,12 +166,38 @@ class RehearsalMachine:
         """What was to be recorded is run again."""
         return _Rerun()
 
+    def meter(self) -> DeviceMeter:
+        """Every step seems to take the same."""
+        return _NoMeter()
+
     def facts(self) -> dict[str, str]:
         """See `Machine`."""
         return {
             "gpu": "none: a rehearsal, its figures mean nothing",
             "torch": torch.__version__,
         }
+
+
+class _NoMeter:
+    """Nobody counts a CPU's memory."""
+
+    def device_bytes(self) -> int:
+        return 1 << 20
+
+    def taken(self) -> int:
+        return 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def start_peak(self) -> None:
+        """Nothing is counted."""
+
+    def peak(self) -> int:
+        return 1 << 10
+
+    def tidy(self) -> None:
+        """Nothing is kept."""
 
 
 class _Rerun:

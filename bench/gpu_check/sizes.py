@@ -79,6 +79,8 @@ class Sizes:
 
     parity_models: dict[str, tuple[ModelConfig, torch.dtype]]
     parity_steps: int
+    memory_model: tuple[ModelConfig, torch.dtype]
+    memory_step: tuple[int, int, int]  # rows, tokens, most drafts of a row
     speed_model: ModelConfig
     speed_dtype: torch.dtype
     contexts: dict[int, int]  # batch -> tokens of context of each row
@@ -103,6 +105,9 @@ class Sizes:
 FULL = Sizes(
     parity_models={"tiny": (TINY, torch.float32), "SmolLM2-shaped": (SMOLLM2, torch.bfloat16)},
     parity_steps=12,
+    memory_model=(SMOLLM2, torch.bfloat16),
+    # Half of the tokens are drafts: neither layers nor logits are all of it.
+    memory_step=(128, 2048, 7),
     speed_model=LLAMA_8B,
     speed_dtype=torch.bfloat16,
     contexts={1: 1024, 8: 1024, 64: 1024, 256: 512},
@@ -126,6 +131,8 @@ FULL = Sizes(
 REHEARSAL = Sizes(
     parity_models={"tiny": (_SMALLEST, torch.float32)},
     parity_steps=1,
+    memory_model=(_SMALLEST, torch.float32),
+    memory_step=(2, 5, 2),
     speed_model=_SMALLEST,
     speed_dtype=torch.bfloat16,
     contexts={1: 6, 2: 6},

@@ -119,7 +119,7 @@ def open_compute(
         return _TritonAssembly(config, device, cache, graph_backend).build()
     if config.gpu_memory_utilization is not None:
         log.warning("setting_has_no_effect", setting="gpu_memory_utilization", device=device.name)
-    model, sizes = load_model(config)
+    model, sizes = load_model(config, cache=cache)
     lora = _open_lora(config, cache, None)
     attention = open_attention(
         model.attention_shape,
@@ -142,6 +142,11 @@ def open_compute(
 
 
 def _check_backends(config: EngineConfig, device: EngineDevice) -> None:
+    if device.is_cuda and config.ops_backend != "auto":
+        raise ConfigError(
+            f"ops_backend is {config.ops_backend!r}, which computes on a CPU, but this engine runs on"
+            f" {device.name}: use auto, or --device cpu"
+        )
     for name in ("attention_backend", "lora_backend"):
         backend = getattr(config, name)
         if device.is_cuda and backend not in ("auto", "triton"):
@@ -335,6 +340,7 @@ class _TritonAssembly:
                 weights_bytes=weights_bytes,
                 lora_bytes=lora.device_bytes if lora else 0,
                 max_tokens=config.max_num_batched_tokens,
+                num_drafts=self._most_drafts(),
                 has_graphs=config.cuda_graphs,
             )
             memory = plan_memory(
@@ -392,6 +398,14 @@ class _TritonAssembly:
                 return None
             adapters = lora.backend.active_buckets
         return DecodeGraphs(self._graph_backend, row_buckets(self._config.max_num_seqs), adapters)
+
+    def _most_drafts(self) -> int:
+        """Of a row in a step. Where the row rule is not promised, `auto` never drafts: see `build`."""
+        config = self._config
+        may_draft = config.speculative == "ngram" or (
+            config.speculative == "auto" and self._plans.column == "invariant"
+        )
+        return config.num_speculative_tokens if may_draft else 0
 
     def _is_size_given(self) -> bool:
         return self._config.num_blocks is not None or self._config.kv_memory_bytes is not None

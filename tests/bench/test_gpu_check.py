@@ -16,10 +16,12 @@ import torch
 from loraplex_engine.attention.base import AttentionBatch
 from loraplex_engine.attention.triton_attention import TritonAttention, TritonPlan
 from loraplex_engine.lora.triton_backend import TritonLora
+from loraplex_engine.runner import ModelRunner
+from loraplex_engine.step import Step
 from loraplex_kernels import reference_attention
 from loraplex_kernels.gemm import gemm
 
-from bench.gpu_check import command, machine, model_size, numerics, speed
+from bench.gpu_check import command, device_only, machine, model_size, numerics, speed
 from bench.gpu_check.command import Outcome, PartSpec
 from bench.gpu_check.figures import Figure, Recorder, format_table, read_figures
 
@@ -131,6 +133,78 @@ def test_model_size_tells_a_lost_key_a_leak_and_a_row_that_its_neighbours_change
     assert "prompts, bfloat16 cache, fast" not in wrong
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "numbers", "half_step"),
+    [(torch.int8, [127.0, 1.5], 0.5 / 127), (torch.float8_e4m3fn, [448.0, 432.0], 16 / 448)],
+    ids=["int8", "fp8"],
+)
+def test_a_quantized_cache_may_be_off_by_half_a_step_of_its_format(
+    kv_dtype: torch.dtype, numbers: list[float], half_step: float
+) -> None:
+    """The worst that rounding to the nearest does, and beside it what bf16 did before."""
+    head = torch.tensor([numbers])
+
+    codes, scale = reference_attention.quantize(head, kv_dtype)
+
+    error = numerics.row_error(codes.float() * scale[:, None], head)
+    assert error == pytest.approx(half_step, rel=1e-5)
+    assert model_size.cache_tolerance(kv_dtype) == pytest.approx(half_step + 2**-7)
+    assert model_size.cache_tolerance(torch.bfloat16) == 2**-7
+
+
+def test_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = rehearse("staging", tmp_path)
+    monkeypatch.setattr(device_only.Staging, "flush", lambda self: None)
+    wrong = rehearse("staging", tmp_path)
+
+    name = "steps of 256 staged numbers that were written over too early"
+    assert figures[name].value == 0
+    assert figures[name].holds
+    assert wrong[name].holds is False
+
+
+def test_gemm_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = rehearse("gemm-order", tmp_path)
+    rounds = iter([0.0, 1.0])
+    monkeypatch.setattr(device_only, "gemm", lambda *given: gemm(*given) + next(rounds))
+    wrong = rehearse("gemm-order", tmp_path)
+
+    name = "decode and prefill products, invariant bf16"
+    assert figures[name].holds
+    assert figures[name].unit == "of 120 numbers differ"
+    assert wrong[name].holds is False
+
+
+def test_memory_holds_steps_to_what_the_trial_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Step] = []
+
+    class Meter(machine._NoMeter):
+        """A kilobyte for every position that is sampled."""
+
+        def peak(self) -> int:
+            return 1000 * (1 + sum(map(len, launched[-1].drafts.values())))
+
+    def without_drafts_at_first(self: ModelRunner, step: Step) -> None:
+        launched.append(step if launched else replace(step, drafts={}))
+        launch(self, step)
+
+    launch = ModelRunner.launch
+    monkeypatch.setattr(ModelRunner, "launch", without_drafts_at_first)
+    monkeypatch.setattr(machine, "_NoMeter", Meter)
+
+    figures = rehearse("memory", tmp_path)
+
+    # As if the trial had no drafts: steps that have some take more, and only they.
+    assert {name: figure.holds for name, figure in figures.items()} == {
+        "a crowd with drafts and adapters, drawn": False,
+        "the same, all but one row with log-probabilities": False,
+        "the same, every row with log-probabilities": False,
+        "one prompt of all tokens": True,
+    }
+
+
 def test_parity(tmp_path: Path) -> None:
     figures = rehearse("parity", tmp_path)
 
@@ -142,7 +216,10 @@ def test_parity(tmp_path: Path) -> None:
 def test_bandwidth(tmp_path: Path) -> None:
     figures = rehearse("bandwidth", tmp_path)
 
-    assert len(figures) == 5
+    assert len(figures) == 7
+    assert {f"decode attention, batch 2, 20 keys, {kind} cache" for kind in ("int8", "fp8")} <= (
+        figures.keys()
+    )
     assert figures["decode attention, one row of 20 keys among 1 of 5"].value > 0
     assert all(figure.value > 0 for figure in figures.values())
     lora = [figure for name, figure in figures.items() if name.startswith("LoRA")]
@@ -350,6 +427,33 @@ def test_make_gpu_check_installs_nothing_and_takes_the_python_that_is_named() ->
         "--only",
         "decode",
     ]
+
+
+def test_every_part_that_is_listed_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def note(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(arguments)
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(command.subprocess, "run", note)
+
+    assert command.main(["--rehearse"]) == 0
+    names = {arguments[arguments.index("--part") + 1] for arguments in started}
+    assert names == {part.name for part in command.PARTS} == set(command.part_runs())
+    assert all("--rehearse" in arguments for arguments in started)
+
+
+def test_wrong_numbers_are_a_failure_and_missed_speed_is_not() -> None:
+    missed = Figure("x", "y", 1.0, "", target=0.0, bound="<=")
+
+    failing = {
+        part.name
+        for part in command.PARTS
+        if command._is_wrong(Outcome(part.name, 1.0, "", [missed]))
+    }
+
+    assert failing == {"numerics", "model-size", "parity", "staging", "gemm-order", "memory"}
 
 
 def test_the_limits_of_the_parts_add_up_to_what_there_is() -> None:

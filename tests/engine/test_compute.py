@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loraplex_engine.compute import open_compute, warm_up
+from loraplex_engine.compute import _TritonAssembly, open_compute, warm_up
 from loraplex_engine.config import EngineConfig, EngineSizes
 from loraplex_engine.device.graphs import DecodeGraphs, row_buckets
 from loraplex_engine.device.inputs import StagedInputs
@@ -46,6 +46,19 @@ def test_a_quantized_cache_is_refused_where_a_cpu_computes(tmp_path: Path) -> No
         ConfigError, match=r"kv_cache_dtype is 'int8', but on a CPU .*: use .* auto"
     ):
         open_compute(config(kv_cache_dtype="int8"), cache=tmp_path, device=EngineDevice())
+
+
+def test_a_cpu_s_operations_are_refused_where_triton_has_its_own(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ops_backend is 'torch', .* runs on NVIDIA H200: use auto"
+    ):
+        open_compute(config(ops_backend="torch"), cache=tmp_path, device=GPU)
+    with pytest.raises(ConfigError, match="ops_backend is 'native', but with a backend of triton"):
+        config(ops_backend="native", attention_backend="triton")
+    with pytest.raises(
+        ConfigError, match=r"ops_backend is 'native', .* device is 'cuda': use auto"
+    ):
+        config(ops_backend="native", device="cuda")
 
 
 @pytest.mark.parametrize("minor", [0, 6])
@@ -199,17 +212,60 @@ def test_what_a_runner_takes_is_measured_on_its_largest_step_and_two_graphs(tmp_
     # Before and after the first graph, then the second; at the end, of which 5,000 are ours.
     meter = ScriptedMeter([6_000, 6_900, 6_900, 6_930, 5_700])
 
+    launched: list[Step] = []
+    launch = runner.launch
+
+    def watched(step: Step) -> None:
+        launched.append(step)
+        launch(step)
+
+    runner.launch = watched  # type: ignore[method-assign]
+
     use = measure_use(
-        meter, runner, weights_bytes=4_000, lora_bytes=600, max_tokens=20, has_graphs=True
+        meter,
+        runner,
+        weights_bytes=4_000,
+        lora_bytes=600,
+        max_tokens=20,
+        num_drafts=4,
+        has_graphs=True,
     )
 
+    # Three rows, each with four drafts: all logits but a row's may be copied.
+    copied = (3 * 5 - 1) * 67 * 4
     assert use == MemoryUse(
-        weights=4_000, lora=600, staging=400, activations=3_500, graphs=900 + 2 * 30, outside=700
+        weights=4_000,
+        lora=600,
+        staging=400,
+        activations=3_500 + copied,
+        graphs=900 + 2 * 30,
+        outside=700,
     )
+    (step,) = launched
+    assert (step.num_tokens, [*map(len, step.drafts.values())]) == (20, [4, 4, 4])
     assert runner.graphs is not None
     assert len(runner.graphs.keys) == 3
     # The trial's recordings read a cache that is about to move.
     assert runner.graphs.num_captured == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"speculative": "ngram"}, 5),
+        ({"speculative": "auto", "batch_invariant": True}, 5),
+        # `auto` drafts only where the row rule holds, and `fast` plans do not promise it.
+        ({"speculative": "auto"}, 0),
+        ({"speculative": "off", "batch_invariant": True}, 0),
+    ],
+    ids=["always", "auto-invariant", "auto-fast", "off"],
+)
+def test_the_trial_has_drafts_where_there_may_be_some(
+    settings: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    drafting = config(num_speculative_tokens=5, **settings)
+
+    assert _TritonAssembly(drafting, EngineDevice(), tmp_path, None)._most_drafts() == most
 
 
 def test_warming_up_runs_prefill_of_every_size_up_to_the_longest(tmp_path: Path) -> None:
@@ -242,6 +298,7 @@ def test_without_graphs_none_is_recorded_for_trial(tmp_path: Path) -> None:
         weights_bytes=4_000,
         lora_bytes=0,
         max_tokens=20,
+        num_drafts=0,
         has_graphs=False,
     )
 

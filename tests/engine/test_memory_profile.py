@@ -54,7 +54,7 @@ def test_nothing_left_is_an_error_with_every_number_and_what_to_do() -> None:
         "gpu_memory_utilization 0.9 of 24.00 GiB is 21.60 GiB",
         "weights 15.00 GiB",
         "adapter slots (max_loras, max_lora_rank) 2.00 GiB",
-        "the largest step (max_num_batched_tokens, max_num_seqs) 3.00 GiB",
+        "the largest step (max_num_batched_tokens, max_num_seqs, num_speculative_tokens) 3.00 GiB",
         "graphs 1.00 GiB",
         "staging and attention's workspace (max_num_seqs, max_model_len) 0.25 GiB",
         "CUDA and other processes 0.50 GiB",
@@ -110,3 +110,21 @@ def test_the_largest_step_has_all_rows_and_as_many_tokens_as_fit(
     assert all(
         len(row.token_ids) == n for row, n in zip(step.new_rows, step.num_scheduled_B, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_rows", "num_drafts", "guessed"),
+    [(64, 8, 3, [3] * 8), (19, 8, 7, [2, 2, 2, 1, 1, 1, 1, 1]), (8, 8, 7, [0] * 8)],
+)
+def test_the_largest_step_has_as_many_drafts_as_tokens_are_left_for(
+    max_tokens: int, max_rows: int, num_drafts: int, guessed: list[int]
+) -> None:
+    step = largest_step(
+        max_tokens=max_tokens, max_rows=max_rows, max_len=100, num_slots=0, num_drafts=num_drafts
+    )
+
+    assert step.num_tokens == max_tokens
+    assert [len(step.drafts.get(row, ())) for row in range(max_rows)] == guessed
+    assert [
+        len(row.token_ids) + drafted for row, drafted in zip(step.new_rows, guessed, strict=True)
+    ] == step.num_scheduled_B.tolist()

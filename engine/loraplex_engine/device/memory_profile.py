@@ -88,7 +88,10 @@ def plan_memory(
             for what, size in (
                 ("weights", use.weights),
                 ("adapter slots (max_loras, max_lora_rank)", use.lora),
-                ("the largest step (max_num_batched_tokens, max_num_seqs)", use.activations),
+                (
+                    "the largest step (max_num_batched_tokens, max_num_seqs, num_speculative_tokens)",
+                    use.activations,
+                ),
                 ("graphs", use.graphs),
                 ("staging and attention's workspace (max_num_seqs, max_model_len)", use.staging),
                 ("CUDA and other processes", use.outside),
@@ -137,32 +140,43 @@ def largest_step(
     max_rows: int,
     max_len: int,
     num_slots: int,
+    num_drafts: int = 0,
     sampling: SamplingParams | None = None,
 ) -> Step:
-    """A step that takes as much memory as any: all tokens, all rows, all adapter slots, all rows sampled.
+    """A step that takes as much memory as any: all tokens, all rows, all adapter slots, all rows and drafts sampled.
 
     Every sequence is written to block 0: to be run where nothing is kept there.
 
     Args:
         max_len: longest sequence, in tokens.
+        num_drafts: most of a row; fewer where `max_tokens` leaves no more, behind a token of its own.
         num_slots: adapter slots; 0: no adapters.
         sampling: of all rows; None: greedy.
     """
     share, extra = divmod(max_tokens, max_rows)
     counts = [min(share + (row < extra), max_len) for row in range(max_rows)]
+    drafts = [min(num_drafts, count - 1) for count in counts]
     sampling = sampling or SamplingParams(max_tokens=1, temperature=0.0)
     return Step(
         step_id=-1,
         freed_rows=(),
         new_rows=tuple(
-            NewRow(row, (0,) * count, count, (0,), row % num_slots if num_slots else -1, sampling)
-            for row, count in enumerate(counts)
+            NewRow(
+                row,
+                (0,) * (count - guessed),
+                count - guessed,
+                (0,),
+                row % num_slots if num_slots else -1,
+                sampling,
+            )
+            for row, (count, guessed) in enumerate(zip(counts, drafts, strict=True))
         ),
         block_updates=(),
         rows_B=np.arange(max_rows, dtype=np.int32),
         num_computed_B=np.zeros(max_rows, np.int32),
         num_scheduled_B=np.asarray(counts, np.int32),
         samples_B=np.ones(max_rows, np.bool_),
+        drafts={row: (0,) * guessed for row, guessed in enumerate(drafts) if guessed},
     )
 
 
@@ -236,30 +250,36 @@ def measure_use(
     weights_bytes: int,
     lora_bytes: int,
     max_tokens: int,
+    num_drafts: int,
     has_graphs: bool,
 ) -> MemoryUse:
     """Run the largest step, record two graphs for trial, and see what they take.
 
+    Of rows that ask for log-probabilities or penalties, logits are copied on the device, unless all of the step do,
+    before they come to the host. That is reckoned, as sampling thousands of rows there would take seconds.
+
     Args:
         runner: with a KV cache of one block meanwhile, and all else that it will keep.
         weights_bytes, lora_bytes: what is known of what it keeps.
-        max_tokens: of a step.
+        max_tokens: of a step.   num_drafts: most of a row in a step; 0: there are none.
         has_graphs: whether its graphs will be recorded.
     """
     limits = runner.limits
     standing = meter.allocated()
     meter.start_peak()
-    runner.launch(
-        largest_step(
-            max_tokens=max_tokens,
-            max_rows=limits.max_num_seqs,
-            max_len=limits.max_model_len,
-            # No slot holds an adapter yet. What LoRA needs besides, its backend has from the start.
-            num_slots=0,
-        )
+    step = largest_step(
+        max_tokens=max_tokens,
+        max_rows=limits.max_num_seqs,
+        max_len=limits.max_model_len,
+        # No slot holds an adapter yet. What LoRA needs besides, its backend has from the start.
+        num_slots=0,
+        num_drafts=num_drafts,
     )
+    runner.launch(step)
     runner.collect()
-    activations = meter.peak() - standing
+    num_sampled = limits.max_num_seqs + sum(map(len, step.drafts.values()))
+    of_row = runner.model.config.num_token_ids * runner.model.dtype.itemsize
+    activations = meter.peak() - standing + (num_sampled - 1) * of_row
     graphs_bytes = _measure_graphs(meter, runner) if has_graphs else 0
     meter.tidy()
     return MemoryUse(
