@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from loraplex_engine.server_cli import read_options
 from loraplex_platform.cli import adapter_commands, app
 from loraplex_platform.cli.options import ToolFormat
 from loraplex_platform.local import up
@@ -148,6 +149,21 @@ def test_up_takes_the_tool_formats_that_there_are(
     assert "--tool-format" in errors
     assert "'auto', 'hermes', 'llama', 'mistral'" in errors
     assert get_args(ToolFormat) == get_args(ToolFormatName)
+
+
+def test_up_hands_the_engine_s_flags_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[up.UpOptions] = []
+    monkeypatch.setattr(up, "run_up", lambda options, console: seen.append(options) or 0)
+    folder = ("--data-dir", str(tmp_path / "data"))
+    flags = ("--dtype", "bfloat16", "--kv-cache-dtype", "int8", "--max-loras", "3")
+
+    assert run("up", *folder)[0] == 0
+    assert run("up", *flags, *folder)[0] == 0
+
+    assert [options.engine_flags for options in seen] == [(), flags]
+    usual = ("--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x")
+    _, config, _ = read_options([*usual, *flags], {})
+    assert (config.dtype, config.kv_cache_dtype, config.max_loras) == ("bfloat16", "int8", 3)
 
 
 @pytest.mark.parametrize("command", ["demo", "verify"])
