@@ -52,7 +52,7 @@ from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits, build_runner, load_model
-from loraplex_engine.sampling.setup import open_survivors
+from loraplex_engine.sampling.setup import open_scan, open_survivors
 from loraplex_engine.threads import usable_cpus
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ _Stage = Literal[
 _OUT_OF_MEMORY: Final[dict[_Stage, str]] = {
     "the weights": "take a smaller model or a larger GPU",
     "the adapter slots": "lower max_loras or max_lora_rank",
-    "the largest step": "lower max_num_batched_tokens or max_num_seqs",
+    "the largest step": "lower max_num_batched_tokens, max_num_seqs or num_speculative_tokens",
     "the KV cache": "lower gpu_memory_utilization, num_blocks or kv_memory_bytes",
     "the graphs": "lower gpu_memory_utilization, or use --no-cuda-graphs",
 }
@@ -137,6 +137,7 @@ def open_compute(
         lora=lora.backend if lora else None,
         slots=lora.pool if lora else None,
         survivors=open_survivors(cache),
+        scan=open_scan(cache, torch.get_num_threads()),
     )
     return Compute(device, model, sizes, attention, lora, runner, None, None)
 
@@ -328,6 +329,7 @@ class _TritonAssembly:
             lora=lora.backend if lora else None,
             slots=lora.pool if lora else None,
             survivors=open_survivors(self._cache),
+            scan=open_scan(self._cache, torch.get_num_threads()),
             inputs=inputs,
             graphs=graphs,
             on_device=sampler,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
+from loraplex_kernels.cpu.scan import RowScan
 
 from loraplex_engine.attention.base import AttentionBackend
 from loraplex_engine.attention.torch_attention import TorchAttention
@@ -33,7 +34,8 @@ from loraplex_engine.model.native_ops import open_ops_kernel
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.sampling.device import DeviceSampler, StepSampler
 from loraplex_engine.sampling.edits import NEUTRAL, RowRules
-from loraplex_engine.sampling.sampler import Sampled, SampleRow
+from loraplex_engine.sampling.rows import SampleBatch, SampleRow, is_greedy, is_plain
+from loraplex_engine.sampling.sampler import Sampled
 from loraplex_engine.step import BoolArray, NewRow, Step, StepResult, UInt32Array
 from loraplex_engine.threads import usable_cpus
 
@@ -56,7 +58,7 @@ class ModelRunner:
     Args:
         inputs: how a step's index arrays reach the device; None: they are on it, as on a CPU.
         graphs: see `ForwardPass`.
-        on_device, survivors: see `StepSampler`.
+        on_device, survivors, scan: see `StepSampler`.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ModelRunner:
         lora: LoraBackend | None = None,
         slots: SlotTable | None = None,
         survivors: GumbelSurvivors | None = None,
+        scan: RowScan | None = None,
         inputs: Inputs | None = None,
         graphs: DecodeGraphs | None = None,
         on_device: DeviceSampler | None = None,
@@ -83,7 +86,11 @@ class ModelRunner:
             model, attention, limits.num_blocks, self.inputs, lora=lora, slots=slots, graphs=graphs
         )
         self._sampler = StepSampler(
-            self.inputs, Landing(model.device), on_device=on_device, survivors=survivors
+            self.inputs,
+            Landing(model.device),
+            on_device=on_device,
+            survivors=survivors,
+            scan=scan,
         )
         self._results: deque[StepResult] = deque()
         rows, blocks = limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
@@ -94,7 +101,12 @@ class ModelRunner:
         self._block_table = np.zeros((rows, blocks), np.int32)
         self._adapter_slot = np.full(rows, _NO_SLOT, np.int32)
         self._params: list[SamplingParams | None] = [None] * rows
-        self._rules = [NEUTRAL] * rows  # of the parameters, for the sampler
+        # Of the parameters, for the sampler.
+        self._rules = [NEUTRAL] * rows
+        self._is_greedy = np.zeros(rows, np.bool_)
+        self._is_plain = np.zeros(rows, np.bool_)
+        self._serial = np.zeros(rows, np.int64)
+        self._num_filled = 0
         # One that the model cannot sample is nothing to ban.
         size = model.config.num_token_ids
         self._eos_token_ids = tuple(i for i in model.config.eos_token_ids if 0 <= i < size)
@@ -154,7 +166,12 @@ class ModelRunner:
         self._block_table[new.row, : len(new.block_ids)] = new.block_ids
         self._adapter_slot[new.row] = new.adapter_slot
         self._params[new.row] = new.sampling
-        self._rules[new.row] = RowRules.of(new.sampling, self._eos_token_ids)
+        rules = RowRules.of(new.sampling, self._eos_token_ids)
+        self._rules[new.row] = rules
+        self._is_greedy[new.row] = is_greedy(new.sampling)
+        self._is_plain[new.row] = is_plain(new.sampling, rules)
+        self._num_filled += 1
+        self._serial[new.row] = self._num_filled
 
     # ------------------------------------------------------------------ one step
 
@@ -197,17 +214,24 @@ class ModelRunner:
         is_finite_B[places.entry_E] = sampled.is_finite_R[places.first_E]
         return self._store(step, places, known_R, sampled, is_finite_B)
 
-    def _sample_rows(self, step: Step, places: _Places, known_R: np.ndarray) -> list[SampleRow]:
-        return [
-            self._sample_row(row, known, None if masks is None else masks[place])
-            for row, known, place, masks in zip(
-                places.row_R.tolist(),
-                known_R.tolist(),
-                places.place_R.tolist(),
-                map(step.token_masks.get, places.entry_R.tolist()),
-                strict=True,
-            )
-        ]
+    def _sample_rows(self, step: Step, places: _Places, known_R: np.ndarray) -> SampleBatch:
+        row_R = places.row_R
+        is_plain_R = self._is_plain[row_R]
+        if step.token_masks:
+            is_plain_R &= ~np.isin(places.entry_R, list(step.token_masks))
+
+        def row(index: int) -> SampleRow:
+            masks = step.token_masks.get(int(places.entry_R[index]))
+            mask = None if masks is None else masks[places.place_R[index]]
+            return self._sample_row(int(row_R[index]), int(known_R[index]), mask)
+
+        return SampleBatch(
+            position_R=known_R - self._num_prompt[row_R],
+            is_greedy_R=self._is_greedy[row_R],
+            is_plain_R=is_plain_R,
+            row=row,
+            serial_R=self._serial[row_R],
+        )
 
     def _store(
         self,
@@ -218,6 +242,8 @@ class ModelRunner:
         is_finite_B: BoolArray,
     ) -> StepResult:
         """Append what was sampled to its rows, up to the first that is not its draft."""
+        if not step.drafts:
+            return self._store_one_each(step, places, known_R, sampled, is_finite_B)
         row_R, first_E, count_E = places.row_R, places.first_E, places.count_E
         # A draft stands where the token sampled in its place would be stored.
         is_met_R = self._token_ids[row_R, known_R] == sampled.token_ids_R
@@ -241,6 +267,29 @@ class ModelRunner:
                     logprobs.setdefault(int(places.entry_R[index]), []).append(value)
         stuck = places.entry_E[sampled.is_stuck_R[first_E]].tolist()
         return StepResult(step.step_id, tokens, is_finite_B, logprobs, stuck)
+
+    def _store_one_each(
+        self,
+        step: Step,
+        places: _Places,
+        known_R: np.ndarray,
+        sampled: Sampled,
+        is_finite_B: BoolArray,
+    ) -> StepResult:
+        """As `_store`, of rows without drafts: each that samples gets a token, whatever it is worth."""
+        self._token_ids[places.row_R, known_R] = sampled.token_ids_R
+        self._num_known[places.row_R] += 1
+        one_each: list[tuple[int, ...]] = list(zip(sampled.token_ids_R.tolist(), strict=True))
+        tokens = one_each
+        entries = places.entry_E
+        if len(entries) < len(step.rows_B):
+            tokens = [()] * len(step.rows_B)
+            for entry, token in zip(entries.tolist(), one_each, strict=True):
+                tokens[entry] = token
+        logprobs = {int(entries[index]): [value] for index, value in sampled.logprobs.items()}
+        return StepResult(
+            step.step_id, tokens, is_finite_B, logprobs, entries[sampled.is_stuck_R].tolist()
+        )
 
     def _sample_row(self, row: int, num_known: int, mask: UInt32Array | None) -> SampleRow:
         """The position after the first `num_known` tokens of a row; its history is a view."""
@@ -275,6 +324,11 @@ class _Places:
     def of(cls, step: Step, last_B: np.ndarray) -> _Places:
         """`last_B`: per entry of the step its last token."""
         entry_E = np.flatnonzero(step.samples_B)
+        if not step.drafts:
+            ones, order = np.ones(len(entry_E), np.int64), np.arange(len(entry_E))
+            token_R = last_B[entry_E].astype(np.int64)
+            row_R = step.rows_B[entry_E]
+            return cls(entry_E, ones, order, entry_E, row_R, np.zeros_like(order), token_R)
         count_B = np.ones(len(step.rows_B), np.int64)
         for index, ids in step.drafts.items():
             count_B[index] += len(ids)
@@ -357,6 +411,7 @@ def build_runner(
     lora: LoraBackend | None = None,
     slots: SlotTable | None = None,
     survivors: GumbelSurvivors | None = None,
+    scan: RowScan | None = None,
 ) -> ModelRunner:
     """A runner with a KV cache of `sizes`.
 
@@ -373,4 +428,6 @@ def build_runner(
         attention = TorchAttention(
             model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
         )
-    return ModelRunner(model, attention, limits, lora=lora, slots=slots, survivors=survivors)
+    return ModelRunner(
+        model, attention, limits, lora=lora, slots=slots, survivors=survivors, scan=scan
+    )

@@ -16,12 +16,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
+from loraplex_kernels.cpu.scan import RowScan
 from torch import Tensor
 
-from loraplex_engine.device.inputs import Inputs
+from loraplex_engine.device.inputs import Inputs, Int64Array
 from loraplex_engine.device.landing import Landing
-from loraplex_engine.sampling.edits import RowRules
-from loraplex_engine.sampling.sampler import Sampled, SampleRow, sample
+from loraplex_engine.sampling.rows import SampleBatch, SampleRow
+from loraplex_engine.sampling.sampler import Sampled, sample, take_best
 from loraplex_engine.step import BoolArray
 
 
@@ -59,18 +60,12 @@ class GreedySampler:
 
     def prepare(self, rows_R: Sequence[SampleRow]) -> BoolArray:
         """See `DeviceSampler.prepare`; stages nothing."""
-        return np.asarray([is_plain(row) and row.params.temperature <= 0 for row in rows_R], bool)
+        return SampleBatch.of(rows_R).is_easy_R
 
     def sample(self, logits_RV: Tensor) -> DeviceSampled:
         """See `DeviceSampler.sample`."""
         token_R = logits_RV.argmax(dim=1).to(torch.int32)
         return DeviceSampled(token_R, torch.isfinite(logits_RV).all(dim=1))
-
-
-def is_plain(row: SampleRow) -> bool:
-    """Whether a row asks for its token alone, drawn from logits that nothing edits."""
-    rules = RowRules.of(row.params) if row.rules is None else row.rules
-    return rules.is_neutral and row.mask is None and row.params.logprobs is None
 
 
 class StepSampler:
@@ -83,19 +78,27 @@ class StepSampler:
         *,
         on_device: DeviceSampler | None = None,
         survivors: GumbelSurvivors | None = None,
+        scan: RowScan | None = None,
     ) -> None:
-        """`on_device`: None, and all rows are the host's. `survivors`: see `sampler.sample`."""
+        """Take what helps.
+
+        Args:
+            on_device: None, and all rows are the host's.
+            survivors: see `sampler.sample`.
+            scan: finds best ids faster; the outcome is the same without.
+        """
         self._inputs = inputs
         self._landing = landing
         self._on_device = on_device
         self._survivors = survivors
-        self._rows_R: Sequence[SampleRow] = ()
+        self._scan = scan
+        self._rows_R = SampleBatch.of(())
         self._host_H = np.empty(0, np.int64)  # which rows the host samples
         self._host_index_H: Tensor | None = None  # the same, on the device; None: all
 
     def prepare(self, rows_R: Sequence[SampleRow]) -> None:
         """Stage what sampling these rows takes; before the step's `flush`."""
-        self._rows_R = rows_R
+        rows_R = self._rows_R = SampleBatch.of(rows_R)
         if self._on_device is None or not rows_R:
             self._host_H, self._host_index_H = np.arange(len(rows_R)), None
             return
@@ -137,19 +140,32 @@ class StepSampler:
             {},
         )
         if num_host:
-            rows_H = [self._rows_R[index] for index in self._host_H.tolist()]
-            self._merge(sampled, self._sample(landed[2], rows_H))
+            of_host = self._sample(landed[2], self._rows_R.only(self._host_H))
+            _merge(sampled, of_host, self._host_H)
         return StepSampled(sampled, flags_U)
 
-    def _sample(self, logits_HV: Tensor, rows_H: Sequence[SampleRow]) -> Sampled:
-        return sample(logits_HV.float().numpy(), rows_H, self._survivors)
+    def _sample(self, logits_HV: Tensor, rows_H: SampleBatch) -> Sampled:
+        if self._scan is None:
+            return sample(logits_HV.float().numpy(), rows_H, self._survivors)
+        best = self._scan(logits_HV)
+        if logits_HV.dtype is torch.float32:
+            return sample(logits_HV.numpy(), rows_H, self._survivors, best)
+        sampled = take_best(best)
+        asking = np.flatnonzero(~rows_H.is_easy_R)
+        if asking.size:
+            # Only these are worth a copy in fp32.
+            wide = logits_HV[torch.from_numpy(asking)].float().numpy()
+            _merge(sampled, sample(wide, rows_H.only(asking), self._survivors), asking)
+        return sampled
 
-    def _merge(self, sampled: Sampled, of_host: Sampled) -> None:
-        sampled.token_ids_R[self._host_H] = of_host.token_ids_R
-        sampled.is_finite_R[self._host_H] = of_host.is_finite_R
-        sampled.is_stuck_R[self._host_H] = of_host.is_stuck_R
-        for index, logprobs in of_host.logprobs.items():
-            sampled.logprobs[int(self._host_H[index])] = logprobs
+
+def _merge(sampled: Sampled, part: Sampled, index_P: Int64Array) -> None:
+    """Put the answers of some rows in their places."""
+    sampled.token_ids_R[index_P] = part.token_ids_R
+    sampled.is_finite_R[index_P] = part.is_finite_R
+    sampled.is_stuck_R[index_P] = part.is_stuck_R
+    for index, logprobs in part.logprobs.items():
+        sampled.logprobs[int(index_P[index])] = logprobs
 
 
 class StepSampled(NamedTuple):

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
+from loraplex_kernels.cpu.scan import Best
 
-from loraplex_engine.protocol import SamplingParams, TokenLogprobs
+from loraplex_engine.protocol import TokenLogprobs
 from loraplex_engine.sampling.edits import Float32Array, RowRules, edited
 from loraplex_engine.sampling.filters import kept_ids, log_sum_exp, most_likely, temperature_of
 from loraplex_engine.sampling.noise import (
@@ -28,7 +29,10 @@ from loraplex_engine.sampling.noise import (
     gumbel,
     random_bits,
 )
-from loraplex_engine.step import BoolArray, Int32Array, UInt32Array
+from loraplex_engine.sampling.rows import SampleBatch, SampleRow
+from loraplex_engine.step import BoolArray, Int32Array
+
+__all__ = ["SampleRow", "Sampled", "sample", "take_best", "token_logprobs"]
 
 # Candidates drawn at once: bounds scratch memory (about 100 bytes each) and keeps it in cache.
 _CANDIDATES_AT_ONCE = 1 << 17
@@ -36,18 +40,6 @@ _CANDIDATES_AT_ONCE = 1 << 17
 _MANY_CANDIDATES = 512
 # Far more than the rounding of the bound below, far less than would let many more ids through.
 _SLACK = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One position to sample. A request with k drafts has k + 1 of them, each with its own history."""
-
-    params: SamplingParams
-    position: int  # output position of the token to be drawn (0: the first after the prompt)
-    token_ids: Int64Array  # prompt and output before this position; may be a view
-    num_prompt_tokens: int
-    mask: UInt32Array | None = None  # bit v % 32 of word v // 32 allows id v; None: all
-    rules: RowRules | None = None  # of `params`, where the caller keeps them; None: made here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,47 +53,81 @@ class Sampled:
 
 
 def sample(
-    logits_RV: Float32Array, rows_R: Sequence[SampleRow], survivors: GumbelSurvivors | None = None
+    logits_RV: Float32Array,
+    rows_R: Sequence[SampleRow],
+    survivors: GumbelSurvivors | None = None,
+    best: Best | None = None,
 ) -> Sampled:
     """Draw one token per row; `logits_RV` (rows contiguous) is not changed.
 
     Args:
         survivors: finds the ids that can win faster; the outcome is the same without.
+        best: of these logits, where somebody has looked already.
     """
-    num_rows = len(rows_R)
+    batch = SampleBatch.of(rows_R)
+    num_rows = len(batch)
     assert logits_RV.shape[0] == num_rows
-    is_finite_R: BoolArray = np.all(np.isfinite(logits_RV), axis=1)
-    is_stuck_R: BoolArray = np.zeros(num_rows, np.bool_)
-    best_R = logits_RV.argmax(axis=1)
-    scores_R = list(logits_RV)
-    for index, row in enumerate(rows_R):
+    if best is None:
+        best = Best(logits_RV.argmax(axis=1), np.all(np.isfinite(logits_RV), axis=1))
+    sampled = take_best(best)
+    # All that is left to do is for rows that ask for more than their best id.
+    asking = np.flatnonzero(best.is_finite_R & ~batch.is_easy_R)
+    if asking.size:
+        _sample_asking(logits_RV, batch, asking, best.id_R, sampled, survivors)
+    return sampled
+
+
+def take_best(best: Best) -> Sampled:
+    """The answer where every row takes the best id of its logits as they are."""
+    return Sampled(
+        np.where(best.is_finite_R, best.id_R, 0).astype(np.int32),
+        best.is_finite_R.copy(),
+        np.zeros(len(best.id_R), np.bool_),
+        {},
+    )
+
+
+def _sample_asking(
+    logits_RV: Float32Array,
+    batch: SampleBatch,
+    asking: Int64Array,
+    best_R: Int64Array,
+    sampled: Sampled,
+    survivors: GumbelSurvivors | None,
+) -> None:
+    """Sample the rows `asking`, whose logits are finite, into `sampled`."""
+    drawn: list[SampleRow] = []
+    drawn_index: list[int] = []
+    drawn_scores: list[Float32Array] = []
+    drawn_best: list[int] = []
+    reported: list[tuple[int, int]] = []  # with log-probabilities: row, how many
+    for index in asking.tolist():
+        row = batch[index]
+        scores_V, best = logits_RV[index], int(best_R[index])
         rules = RowRules.of(row.params) if row.rules is None else row.rules
-        if (rules.is_neutral and row.mask is None) or not is_finite_R[index]:
-            continue
-        scores_V = edited(logits_RV[index], rules, row.token_ids, row.num_prompt_tokens, row.mask)
-        best_R[index] = scores_V.argmax()
-        is_stuck_R[index] = np.isneginf(scores_V[best_R[index]])
-        scores_R[index] = scores_V
-    has_token_R = is_finite_R & ~is_stuck_R
-    token_ids_R = np.where(has_token_R, best_R, 0).astype(np.int32)
-    drawn = [
-        index
-        for index, row in enumerate(rows_R)
-        if row.params.temperature > 0 and row.params.top_k != 1 and has_token_R[index]
-    ]
+        if not rules.is_neutral or row.mask is not None:
+            scores_V = edited(scores_V, rules, row.token_ids, row.num_prompt_tokens, row.mask)
+            best = int(scores_V.argmax())
+            if np.isneginf(scores_V[best]):
+                sampled.is_stuck_R[index] = True
+                sampled.token_ids_R[index] = 0
+                continue
+            sampled.token_ids_R[index] = best
+        if not batch.is_greedy_R[index]:
+            drawn.append(row)
+            drawn_index.append(index)
+            drawn_scores.append(scores_V)
+            drawn_best.append(best)
+        if row.params.logprobs is not None:
+            reported.append((index, row.params.logprobs))
     if drawn:
-        token_ids_R[drawn] = _draw(
-            [scores_R[index] for index in drawn],
-            best_R[drawn],
-            [rows_R[index] for index in drawn],
-            survivors,
+        sampled.token_ids_R[drawn_index] = _draw(
+            drawn_scores, np.asarray(drawn_best, np.int64), drawn, survivors
         )
-    logprobs = {
-        index: token_logprobs(logits_RV[index], int(token_ids_R[index]), row.params.logprobs)
-        for index, row in enumerate(rows_R)
-        if row.params.logprobs is not None and has_token_R[index]
-    }
-    return Sampled(token_ids_R, is_finite_R, is_stuck_R, logprobs)
+    for index, num_top in reported:
+        sampled.logprobs[index] = token_logprobs(
+            logits_RV[index], int(sampled.token_ids_R[index]), num_top
+        )
 
 
 def token_logprobs(logits_V: Float32Array, token_id: int, num_top: int) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""Chooses how draws are made here: with the native filter where it can be compiled, else in numpy alone."""
+"""Chooses how tokens are found here: by native scan and filter where they can be compiled, else in numpy alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import structlog
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
+from loraplex_kernels.cpu.scan import RowScan
 
 log = structlog.get_logger(__name__)
 
@@ -17,4 +18,13 @@ def open_survivors(cache_dir: Path) -> GumbelSurvivors | None:
         return GumbelSurvivors(cache_dir)
     except NativeBuildError as error:
         log.warning("native_sampling_unavailable", reason=str(error))
+        return None
+
+
+def open_scan(cache_dir: Path, num_threads: int) -> RowScan | None:
+    """The scan for best ids, compiled into `cache_dir`; None, with a warning: slower, not different."""
+    try:
+        return RowScan(cache_dir, num_threads=num_threads)
+    except NativeBuildError as error:
+        log.warning("native_scan_unavailable", reason=str(error))
         return None

@@ -1,6 +1,6 @@
 """Draws on a GPU, by our kernels: temperature, top-k, top-p, min-p and seed, in the same launches for all rows.
 
-Rows that ask for more (penalties, biases, masks, log-probabilities) are the host's, see `device.is_plain`.
+Rows that ask for more (penalties, biases, masks, log-probabilities) are the host's, see `rows.is_plain`.
 Which side draws does not change a row's token: both have the same noise, filters and ties.
 
 R rows that sample, V vocabulary ids.
@@ -8,9 +8,7 @@ R rows that sample, V vocabulary ids.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +21,9 @@ from torch import Tensor
 
 from loraplex_engine.device.staging import Staged, Staging
 from loraplex_engine.protocol import SamplingParams
-from loraplex_engine.sampling.device import DeviceSampled, is_plain
+from loraplex_engine.sampling.device import DeviceSampled
 from loraplex_engine.sampling.filters import temperature_of
-from loraplex_engine.sampling.sampler import SampleRow
+from loraplex_engine.sampling.rows import SampleBatch, SampleRow, is_greedy
 from loraplex_engine.step import BoolArray
 
 
@@ -45,7 +43,9 @@ class TritonSampler:
         self._small = staging.reserve("small sample_RF", (max_rows, NUM_FIELDS), np.int64)
         self._large: Staged | None = None
         self._rows_RF: Tensor | None = None  # of the rows last prepared
-        self._asked: _Asked | None = None  # what the last step's records were made of
+        # What the last step's records were made of.
+        self._place: Staged | None = None
+        self._serial_R: npt.NDArray[np.int64] | None = None
         self._taken_R: BoolArray = np.empty(0, np.bool_)
         self._is_filtered = False
 
@@ -58,21 +58,31 @@ class TritonSampler:
 
     def prepare(self, rows_R: Sequence[SampleRow]) -> BoolArray:
         """See `DeviceSampler.prepare`. Raises `ValueError`: more rows than there is room for."""
-        num_rows = len(rows_R)
+        batch = SampleBatch.of(rows_R)
+        num_rows = len(batch)
         place = self._small
         if num_rows > place.shape[0] and self._large is not None:
             place = self._large
         place.use(num_rows * NUM_FIELDS)
         records = place.host[:num_rows]
-        asked = _Asked(place, [row.params for row in rows_R], [row.mask is None for row in rows_R])
         # Decoding repeats its rows: then only positions change, and most of the work falls away.
-        if self._asked is None or not asked.is_same(self._asked):
-            self._asked = asked
-            self._taken_R = np.fromiter(map(is_plain, rows_R), np.bool_, num_rows)
-            self._is_filtered = _pack(records, rows_R, self._taken_R)
-        records[:, POSITION] = [row.position for row in rows_R]
+        if not self._are_staged(batch, place):
+            self._taken_R = batch.is_plain_R.copy()
+            self._is_filtered = _pack(records, batch, self._taken_R)
+            self._serial_R, self._place = batch.serial_R, place
+        records[:, POSITION] = batch.position_R
         self._rows_RF = place.device[:num_rows]
         return self._taken_R
+
+    def _are_staged(self, batch: SampleBatch, place: Staged) -> bool:
+        """Whether the records of these very requests lie there from the last step."""
+        return (
+            self._place is place
+            and batch.serial_R is not None
+            and self._serial_R is not None
+            and np.array_equal(batch.serial_R, self._serial_R)
+            and np.array_equal(batch.is_plain_R, self._taken_R)
+        )
 
     def sample(self, logits_RV: Tensor) -> DeviceSampled:
         """See `DeviceSampler.sample`."""
@@ -81,27 +91,11 @@ class TritonSampler:
         return DeviceSampled(drawn.token_R, torch.ne(drawn.status_R, NOT_FINITE))
 
 
-class _Asked(NamedTuple):
-    """What decides a step's records, besides positions."""
-
-    place: Staged
-    params_R: list[SamplingParams]
-    is_unmasked_R: list[bool]
-
-    def is_same(self, other: _Asked) -> bool:
-        """Whether these are the very same requests: parameters are compared by identity."""
-        return (
-            self.place is other.place
-            and self.is_unmasked_R == other.is_unmasked_R
-            and all(map(operator.is_, self.params_R, other.params_R))
-        )
-
-
 _Fields = tuple[float, int, float, float, int]
 _GREEDY: _Fields = (0.0, 0, 1.0, 0.0, 0)
 
 
-def _pack(records: npt.NDArray[np.int64], rows_R: Sequence[SampleRow], taken_R: BoolArray) -> bool:
+def _pack(records: npt.NDArray[np.int64], rows_R: SampleBatch, taken_R: BoolArray) -> bool:
     fields = [
         # Of a row that the host samples the cheapest that there is is computed, and not looked at.
         _fields(row.params) if is_taken else _GREEDY
@@ -120,8 +114,7 @@ def _pack(records: npt.NDArray[np.int64], rows_R: Sequence[SampleRow], taken_R: 
 
 
 def _fields(params: SamplingParams) -> _Fields:
-    # Of one id nothing is drawn: the host takes the best too.
-    if params.temperature <= 0 or params.top_k == 1:
+    if is_greedy(params):
         return _GREEDY
     temperature = temperature_of(params)
     return temperature, params.top_k, params.top_p, params.min_p, params.seed

@@ -1,0 +1,82 @@
+/* The best id of each row of logits, and whether all of the row is finite: one pass, no copies.
+ *
+ * The best is the first of the highest. Of a row with NaN or an infinity only that is said: its best means
+ * nothing. Rows are fp32 or bf16, contiguous, and scanned in blocks: a block whose highest is above all before it is
+ * remembered and looked through once more at the end.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "simd.h"
+
+#define SCAN_BLOCK 1024
+/* As many numbers as one thread scans in the time that another takes to wake. */
+#define SCAN_GRAIN 131072
+
+INLINE float scan_at(const void *row, int64_t at, int is_bf16) {
+    return is_bf16 ? widen_bf16(((const uint16_t *)row)[at]) : ((const float *)row)[at];
+}
+
+INLINE v8 scan_load(const void *row, int64_t at, int is_bf16) {
+    return is_bf16 ? v8_load_bf16((const uint16_t *)row + at) : v8_load((const float *)row + at);
+}
+
+INLINE void scan_row(const void *row, int64_t width, int is_bf16, int64_t *best,
+                     uint8_t *is_finite) {
+    float highest = -INFINITY, rest = 0.0f;
+    int64_t block = 0;
+    /* Zero times a finite number is zero, times anything else NaN, which then stays. */
+    v8 zeros[2] = {v8_zero(), v8_zero()};
+    const v8 zero = v8_zero();
+    for (int64_t first = 0; first < width; first += SCAN_BLOCK) {
+        const int64_t stop = first + SCAN_BLOCK < width ? first + SCAN_BLOCK : width;
+        v8 top[2] = {v8_all(-INFINITY), v8_all(-INFINITY)};
+        int64_t at = first;
+        for (; at + 16 <= stop; at += 16) {
+            for (int i = 0; i < 2; i++) {
+                const v8 value = scan_load(row, at + 8 * i, is_bf16);
+                top[i] = v8_max(value, top[i]);
+                zeros[i] = v8_fma(value, zero, zeros[i]);
+            }
+        }
+        float own = v8_top(v8_max(top[0], top[1]));
+        for (; at < stop; at++) {
+            const float value = scan_at(row, at, is_bf16);
+            own = value > own ? value : own;
+            rest = fmaf(value, 0.0f, rest);
+        }
+        if (own > highest) {
+            highest = own;
+            block = first;
+        }
+    }
+    const float sum = v8_total(v8_add(zeros[0], zeros[1])) + rest;
+    *is_finite = sum == sum;
+    *best = 0;
+    if (*is_finite) {
+        while (scan_at(row, block, is_bf16) != highest) block++;
+        *best = block;
+    }
+}
+
+static void scan_row_fp32(const void *row, int64_t width, int64_t *best, uint8_t *is_finite) {
+    scan_row(row, width, 0, best, is_finite);
+}
+
+static void scan_row_bf16(const void *row, int64_t width, int64_t *best, uint8_t *is_finite) {
+    scan_row(row, width, 1, best, is_finite);
+}
+
+/* logits: `num_rows` rows of `width` numbers, `stride` numbers apart; best and is_finite: one a row. */
+void scan_rows(const void *logits, int64_t num_rows, int64_t width, int64_t stride,
+               int32_t is_bf16, int64_t *best, uint8_t *is_finite, int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) \
+    if (num_threads > 1 && num_rows > 1 && num_rows * width >= SCAN_GRAIN)
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (is_bf16)
+            scan_row_bf16((const uint16_t *)logits + r * stride, width, best + r, is_finite + r);
+        else
+            scan_row_fp32((const float *)logits + r * stride, width, best + r, is_finite + r);
+    }
+}
