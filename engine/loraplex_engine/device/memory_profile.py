@@ -101,7 +101,10 @@ def plan_memory(
         remedies = ["raise gpu_memory_utilization"] if utilization < 1.0 else []
         if use.lora:
             remedies.append("lower max_loras or max_lora_rank")
-        remedies.append("lower max_num_batched_tokens, max_num_seqs or max_model_len")
+        remedies.append(
+            "lower max_num_batched_tokens, max_num_seqs, max_model_len or, with speculation,"
+            " num_speculative_tokens"
+        )
         if use.graphs:
             remedies.append("use --no-cuda-graphs")
         remedies.append("free the GPU of other processes, or take a larger one")
