@@ -1,4 +1,4 @@
-"""The timed parts of gpu_check at their full batches, contexts and adapters, on a GPU that does nothing.
+"""The timed parts of gpu_check, and `memory`, at their full batches, contexts and adapters, on a GPU that does nothing.
 
 A process of its own: Triton must not be interpreted. The model is narrow and has three layers; counts of rows,
 blocks, slots, graphs and buckets are those of the real run.
@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loraplex_engine.device.memory_profile import DeviceMeter
 from loraplex_engine.model.config import ModelConfig
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import build_decoder
 from loraplex_kernels.plans import Column, open_plans
 
 from bench import fake_gpu
-from bench.gpu_check import bandwidth, sizes, speed
+from bench.gpu_check import bandwidth, memory, sizes, speed
 from bench.gpu_check.figures import Recorder
+from bench.gpu_check.machine import RehearsalMachine
 from bench.host_cost import _NoProducts
 
 _NARROW = sizes.model_config(
@@ -39,6 +41,9 @@ class DryMachine(fake_gpu.FakeMachine):
         run()
         return 100.0
 
+    def meter(self) -> DeviceMeter:
+        return RehearsalMachine().meter()
+
 
 def _decoder(_: Any, config: ModelConfig, dtype: torch.dtype, column: Column) -> Decoder:
     weights = sizes.RandomWeights(torch.device("cpu"), dtype, has_head=True)
@@ -54,13 +59,21 @@ def main(figures: Path) -> None:
     fake_gpu.install()
     torch.set_num_threads(1)
     torch.cuda.empty_cache = lambda: None
-    speed.random_decoder = _decoder
+    speed.random_decoder = memory.random_decoder = _decoder
     speed.random_adapter = partial(_unpinned, speed.random_adapter)
     bandwidth.random_adapter = partial(_unpinned, bandwidth.random_adapter)
+    memory.random_adapter = partial(_unpinned, memory.random_adapter)
     full = replace(
-        sizes.FULL, speed_model=_NARROW, steps=2, read_bytes=1 << 26, cache_bytes=2 << 20, repeats=1
+        sizes.FULL,
+        speed_model=_NARROW,
+        memory_model=(_NARROW, torch.bfloat16),
+        steps=2,
+        read_bytes=1 << 26,
+        cache_bytes=2 << 20,
+        repeats=1,
     )
     for name, run in (
+        ("memory", memory.run),
         ("bandwidth", bandwidth.run),
         ("decode", speed.run_decode),
         ("prefill", speed.run_prefill),

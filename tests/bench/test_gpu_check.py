@@ -512,7 +512,10 @@ def test_the_timed_parts_hold_their_full_batches_contexts_and_adapters(tmp_path:
     assert done.returncode == 0, done.stderr
     names = {figure.name for figure in read_figures(path)}
     assert {
+        "a crowd with drafts and adapters, drawn",
+        "one prompt of all tokens",
         "decode attention, batch 64, 8192 keys",
+        "decode attention, batch 64, 8192 keys, fp8 cache",
         "decode attention, one row of 32768 keys among 63 of 512",
         "LoRA, batch 64, 64 x r16, all layers",
         "a prompt of 512 among 63 decoding rows, 8 x r16",
