@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from loraplex_engine.attention.base import AttentionBackend, AttentionShape
+from loraplex_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from loraplex_engine.attention.native_attention import NativeAttention
 from loraplex_engine.attention.setup import BackendName, open_attention
 from loraplex_engine.attention.torch_attention import TorchAttention
@@ -174,12 +175,119 @@ def test_a_block_takes_the_bytes_it_says(open_backend: Open) -> None:
 
 
 @pytest.mark.parametrize("more", [{"window": 8}, {"soft_cap": 30.0}], ids=["window", "soft-cap"])
-@pytest.mark.parametrize("name", ["torch", "native"])
-def test_cpu_backends_refuse_what_they_would_ignore(
-    openers: dict[str, Open], name: str, more: dict[str, Any]
-) -> None:
+def test_torch_refuses_what_it_would_ignore(openers: dict[str, Open], more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sliding window"):
-        openers[name](AttentionShape(2, 2, 32, torch.float32, **more))
+        openers["torch"](AttentionShape(2, 2, 32, torch.float32, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("smollm2", {"window": 8}),
+        ("smollm2", {"window": 70}),
+        ("no-groups", {"window": 64, "soft_cap": 2.0}),
+        ("one-kv-head", {"soft_cap": 0.5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_has_windows_and_soft_caps(
+    openers: dict[str, Open], name: str, more: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Right, and with the same bits in any chunk: a window's edge lies elsewhere in every row's tiles."""
+    shape = AttentionShape(*SHAPES[name], dtype, **more)
+    sequences = Sequences(openers["native"](shape), shape, [190, 3, 131])
+
+    whole = sequences.run([(s, 0, n) for s, n in enumerate(sequences.lengths)])
+
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for sequence, output in enumerate(whole):
+        torch.testing.assert_close(
+            output.double(), sequences.dense(sequence), atol=tolerance, rtol=tolerance
+        )
+    for chunk in (1, 23, 100):
+        for sequence, length in enumerate(sequences.lengths):
+            sequences.reset(seed=chunk)
+            parts = [
+                sequences.run([(sequence, start, min(length, start + chunk))])[0]
+                for start in range(0, length, chunk)
+            ]
+            assert torch.equal(torch.cat(parts), whole[sequence]), (chunk, sequence)
+
+
+def test_a_window_reads_nothing_behind_it(openers: dict[str, Open]) -> None:
+    """What lies there may have been given to another sequence."""
+    shape = AttentionShape(*SHAPES["smollm2"], torch.float32, window=70)
+    sequences = Sequences(openers["native"](shape), shape, [190])
+    expected = sequences.run([(0, 0, 190)])[0]
+
+    for position in range(120):
+        slot = int(sequences.table[0, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        sequences.cache[slot] = float("nan")
+
+    assert torch.equal(sequences.run([(0, 189, 190)])[0][0], expected[189])
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [(None, torch.float32), (None, torch.bfloat16), (300, torch.float32)],
+    ids=str,
+)
+def test_native_bits_do_not_depend_on_how_threads_share_the_work(
+    tmp_path_factory: pytest.TempPathFactory, window: int | None, dtype: torch.dtype
+) -> None:
+    """One item a row with one thread; with more, a row's tiles are split among items and joined."""
+    shape = AttentionShape(*SHAPES["smollm2"], dtype, window=window)
+    steps = {
+        "one row": [(0, 499, 500)],
+        "rows": [(0, 499, 500), (1, 70, 71), (2, 333, 334)],
+        "drafts": [(0, 495, 500), (1, 66, 71)],
+        "chunk": [(0, 430, 500), (1, 70, 71)],
+    }
+    results: dict[int, list[torch.Tensor]] = {}
+    num_split = 0
+    for num_threads in (1, 2, 4):
+        backend = NativeAttention(
+            shape,
+            block_size=BLOCK_SIZE,
+            cache_dir=tmp_path_factory.getbasetemp() / "native",
+            num_threads=num_threads,
+        )
+        sequences = Sequences(backend, shape, [500, 71, 334])
+        prefix = sequences.run([(s, 0, n) for s, n in enumerate(sequences.lengths)])
+        results[num_threads] = [*prefix]
+        for name, step in steps.items():
+            outputs = sequences.run(step)
+            results[num_threads] += outputs
+            for (sequence, start, stop), output in zip(step, outputs, strict=True):
+                assert torch.equal(output, prefix[sequence][start:stop]), (name, num_threads)
+            plan = backend.prepare(
+                AttentionBatch(
+                    np.array([start for _s, start, _stop in step], np.int32),
+                    np.array([stop - start for _s, start, stop in step], np.int32),
+                    sequences.table[[s for s, _start, _stop in step]],
+                    num_rows=1,
+                )
+            )
+            num_split += len(plan.work.merges)
+            assert num_threads > 1 or not len(plan.work.merges)
+
+    assert num_split > 0
+    for one, two, four in zip(*results.values(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, four)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [({"window": 0}, "window is 0"), ({"soft_cap": -1.0}, "soft_cap is -1")],
+    ids=["window", "soft-cap"],
+)
+def test_native_refuses_limits_that_mean_nothing(
+    openers: dict[str, Open], more: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        openers["native"](AttentionShape(2, 2, 32, torch.float32, **more))
 
 
 @pytest.mark.parametrize("name", ["torch", "native"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loraplex_kernels.cpu.attention import AttentionTasks, NativeAttentionKernel
+from loraplex_kernels.cpu.attention import AttentionWork, NativeAttentionKernel
 from torch import Tensor
 
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
@@ -25,7 +25,7 @@ class NativePlan:
 
     num_tokens: int
     write_slot: Tensor  # (num_tokens,) int64
-    work: AttentionTasks
+    work: AttentionWork
 
 
 class NativeAttention:
@@ -48,8 +48,6 @@ class NativeAttention:
             ValueError: a shape or dtype the kernel does not have.
             loraplex_kernels.cpu.build.NativeBuildError: no compiler here, or it failed.
         """
-        if shape.window is not None or shape.soft_cap is not None:
-            raise ValueError("the native kernel has neither a sliding window nor a soft cap")
         self._shape = shape
         self._block_size = block_size
         self._kernel = NativeAttentionKernel(
@@ -60,6 +58,8 @@ class NativeAttention:
             dtype=shape.dtype,
             cache_dir=cache_dir,
             num_threads=num_threads,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
         )
 
     def allocate_kv(self, num_blocks: int) -> Tensor:
@@ -85,7 +85,7 @@ class NativeAttention:
         return NativePlan(
             num_tokens=num_tokens,
             write_slot=torch.from_numpy(slot_T),
-            work=AttentionTasks.of(computed, scheduled, batch.block_table_BM),
+            work=self._kernel.plan(computed, scheduled, batch.block_table_BM),
         )
 
     def rotate_and_write(
@@ -96,8 +96,8 @@ class NativeAttention:
         kv.index_copy_(0, plan.write_slot, qkv_TC[: plan.num_tokens, shape.q_size :])
 
     def forward(self, qkv_TC: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
-        q_TC = qkv_TC[:, : self._shape.q_size].contiguous()
-        out_TC = torch.empty_like(q_TC)
-        out_TC[plan.num_tokens :].zero_()
-        self._kernel.forward(q_TC, out_TC, kv, plan.work)
+        out_TC = qkv_TC.new_empty(qkv_TC.shape[0], self._shape.q_size)
+        if plan.num_tokens < qkv_TC.shape[0]:
+            out_TC[plan.num_tokens :].zero_()
+        self._kernel.forward(qkv_TC, out_TC, kv, plan.work)
         return out_TC

@@ -1,19 +1,22 @@
-/* Paged attention: softmax(q K^T * scale) V over the positions 0 .. own of a row's own sequence.
+/* Paged attention: softmax(q K^T * scale) V over the positions that a row sees of its own sequence.
  *
- * Row rule: a row's result depends on its own query, position and keys only, bit for bit. Keys are
- * taken in tiles of KEY_TILE, aligned to absolute positions, with an online softmax; within a tile
- * every sum has one fixed order, whatever rows share the tile and whichever thread computes it. So a
- * row gets the same bits alone, batched, in any chunk of a prefill and wherever its blocks lie.
+ * Row rule: a row's result depends on its own query, position and keys only, bit for bit. Keys are taken
+ * in tiles of ATTENTION_TILE, aligned to absolute positions. A tile by itself gives a row the maximum of
+ * its scores, the sum of its weights and the weighted sum of its values, all in one fixed order; the tiles
+ * of a row are then joined one after the other in order of position. So it does not matter which rows share a tile,
+ * which thread computes it, or whether one item computes all tiles of a row or several items do and leave
+ * them in `partials` to be joined. A row gets the same bits alone, batched, in any chunk of a
+ * prefill, with any number of threads and wherever its blocks lie.
  *
- * Nothing past a task's last query is read. Scores of keys between a row's own position and that
- * query are computed and then selected away, never multiplied with zero, and their values are not
- * read, so that NaN in unwritten, foreign or later slots cannot reach a row.
+ * No slot is read that no row of an item sees. Scores of keys that one of its rows does not see are
+ * computed and then selected away, never multiplied with zero, and their values are not read for that
+ * row, so that NaN in unwritten, foreign or later slots cannot reach it.
  *
  * Layout of a token's slot: keys of all kv heads, then values, (2, num_kv_heads, head_dim), bf16 or
  * fp32. Accumulation is fp32; the output is rounded once.
- * Source: online softmax, arXiv 1805.02867; tiling as in FlashAttention, arXiv 2205.14135.
+ * Source: online softmax, arXiv 1805.02867; tiling as in FlashAttention, arXiv 2205.14135; joining of
+ * splits as in Flash-Decoding.
  */
-#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -23,183 +26,600 @@
 #endif
 
 #include "simd.h"
+#include "tiles.h"
 
-#define KEY_TILE 32
-#define QUERY_TILE 8
-#define MAX_FOLD 16
-#define MAX_HEAD_DIM 256
-#define MAX_ROWS (QUERY_TILE * MAX_FOLD)
+#define ATTENTION_TILE 64
+#define ATTENTION_LINE 16 /* floats: the scratch's arrays begin on lines of their own */
 
 typedef struct {
     int32_t num_heads;
     int32_t num_kv_heads;
-    int32_t head_dim; /* a multiple of 8, at most MAX_HEAD_DIM */
+    int32_t head_dim; /* a multiple of 8 */
     int32_t block_size;
     int32_t is_bf16;
+    int32_t window;   /* keys that a row sees, its own counted; 0: all */
+    int32_t max_rows; /* query heads of an item, over its queries and kv heads */
     float scale;
+    float soft_cap; /* scores become soft_cap * tanh(score / soft_cap); 0: as they are */
 } attention_shape;
 
-/* Up to QUERY_TILE consecutive queries of one sequence, the unit that threads take. */
+/* Consecutive queries of one sequence against some kv heads and some tiles: the unit that threads take. */
 typedef struct {
     int32_t first_row; /* of q and out */
     int32_t count;
     int32_t position; /* of the first query */
     int32_t sequence; /* row of the block table */
-} attention_task;
+    int32_t first_head;
+    int32_t num_heads; /* kv heads */
+    int32_t first_tile;
+    int32_t end_tile;
+    int64_t partial; /* where in `partials` its first tile goes; -1: all tiles of its rows are here */
+} attention_item;
 
-/* A thread's memory for one task and kv head. */
+/* All that is the same for the items of a call. */
 typedef struct {
-    float query[MAX_ROWS][MAX_HEAD_DIM];
-    float sum[MAX_ROWS][MAX_HEAD_DIM];
-    float max[MAX_ROWS];
-    float weight[MAX_ROWS];
-    float key[KEY_TILE][MAX_HEAD_DIM];   /* bf16 caches only: the tile widened */
-    float value[KEY_TILE][MAX_HEAD_DIM];
+    const attention_shape *shape;
+    const void *q;
+    void *out;
+    const void *kv;
+    const int32_t *table;
+    float *partials;
+    int64_t q_stride; /* elements from one row to the next */
+    int64_t out_stride;
+    int32_t table_width;
+} attention_call;
+
+/* A thread's memory: rows of an item, a kv head's after another's, query by query. */
+typedef struct {
+    float *query;      /* (max_rows, head_dim), scaled */
+    float *sum;        /* (max_rows, head_dim): the tiles joined so far */
+    float *part;       /* (max_rows, head_dim): of a tile, where its rows see different keys */
+    float *score;      /* (max_rows, ATTENTION_TILE): scores, then weights */
+    float *max;        /* (max_rows): of the tiles joined so far; log2 */
+    float *weight;     /* (max_rows) */
+    float *tile_max;   /* (max_rows) */
+    float *tile_weight;
+    float *keep;       /* (max_rows): factor of what was joined so far */
+    float *take;       /* (max_rows): factor of the tile */
+    float *wide;       /* (ATTENTION_TILE, head_dim): a bf16 tile widened, where many rows share it */
 } attention_scratch;
 
-size_t attention_scratch_bytes(void) { return sizeof(attention_scratch); }
-
-INLINE void widen(float *to, const uint16_t *from, int count) {
-    for (int d = 0; d < count; d += 8) v8_store(to + d, v8_load_bf16(from + d));
+INLINE size_t attention_lines(size_t floats) {
+    return (floats + ATTENTION_LINE - 1) / ATTENTION_LINE * ATTENTION_LINE;
 }
 
-/* The eight dot products <q, key[j]>, each summed over d mod 8 in order of d, then in one tree. */
-INLINE v8 dot8(const float *q, const float *const *key, int head_dim) {
-    v8 part[8];
-    for (int j = 0; j < 8; j++) part[j] = v8_zero();
-    for (int d = 0; d < head_dim; d += 8) {
-        v8 q_part = v8_load(q + d);
-        for (int j = 0; j < 8; j++) part[j] = v8_fma(q_part, v8_load(key[j] + d), part[j]);
+/* Lays out a thread's memory at `base`, if any; returns its floats. */
+static size_t attention_layout(const attention_shape *shape, float *base, attention_scratch *to) {
+    const size_t rows = attention_lines((size_t)shape->max_rows), width = (size_t)shape->head_dim;
+    const size_t sizes[] = {rows * width, rows * width, rows * width, rows * ATTENTION_TILE,
+                            rows, rows, rows, rows, rows, rows, ATTENTION_TILE * width};
+    float **const parts[] = {&to->query, &to->sum, &to->part, &to->score, &to->max, &to->weight,
+                             &to->tile_max, &to->tile_weight, &to->keep, &to->take, &to->wide};
+    size_t used = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (base) *parts[i] = base + used;
+        used += attention_lines(sizes[i]);
     }
-    return v8_sum_each(part);
+    return used;
 }
 
-/* One row against the first `visible` keys of a tile (1 .. KEY_TILE). */
-INLINE void attend_tile(const float *q, float *sum, float *row_max, float *row_weight,
-                        const float *const *key, const float *const *value, int visible,
-                        int head_dim, float scale) {
-    float score[KEY_TILE];
-    const v8 scale8 = v8_all(scale), lowest = v8_all(-INFINITY);
+size_t attention_scratch_floats(const attention_shape *shape) {
+    attention_scratch unused;
+    return attention_layout(shape, NULL, &unused);
+}
+
+/* Floats that a (tile, kv head, row) takes in `partials`: the sum, the maximum, the weight. */
+INLINE size_t attention_partial_floats(const attention_shape *shape) {
+    return (size_t)shape->head_dim + 8;
+}
+
+/* The keys of a tile that a query sees: [first, end) within the tile; none where first >= end. */
+typedef struct {
+    int first;
+    int end;
+} attention_span;
+
+INLINE attention_span attention_sees(const attention_shape *shape, int own, int tile_start) {
+    attention_span span = {0, own + 1 - tile_start};
+    if (shape->window > 0) span.first = own + 1 - shape->window - tile_start;
+    if (span.first < 0) span.first = 0;
+    if (span.end > ATTENTION_TILE) span.end = ATTENTION_TILE;
+    return span;
+}
+
+/* The tile that a query's joining begins with. */
+INLINE int attention_first_tile(const attention_shape *shape, int own) {
+    const int first = shape->window > 0 ? own + 1 - shape->window : 0;
+    return first > 0 ? first / ATTENTION_TILE : 0;
+}
+
+/* ------------------------------------------------------------------------------- parts of a tile */
+
+/* Where the slots of keys [first, end) of a tile lie, as elements of kv; the rest repeats one of them. */
+static void attention_find_slots(const attention_shape *shape, const int32_t *table, int tile_start,
+                                 int first, int end, size_t *slot) {
+    const size_t slot_width = 2 * (size_t)shape->num_kv_heads * (size_t)shape->head_dim;
+    int at = first;
+    while (at < end) {
+        const int block = (tile_start + at) / shape->block_size;
+        const int within = (tile_start + at) % shape->block_size;
+        const size_t base = (size_t)table[block] * (size_t)shape->block_size;
+        for (int i = within; i < shape->block_size && at < end; i++, at++)
+            slot[at] = (base + (size_t)i) * slot_width;
+    }
+    for (int j = 0; j < first; j++) slot[j] = slot[first];
+    for (int j = end; j < ATTENTION_TILE; j++) slot[j] = slot[first];
+}
+
+INLINE void attention_fetch(const void *kv, size_t element, size_t count, size_t element_bytes) {
+    const char *from = (const char *)kv + element * element_bytes;
+        for (size_t byte = 0; byte < count * element_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+/* One row's scores of a tile become weights, 2^(score - maximum); zero outside its span. */
+INLINE void attention_soften(const attention_shape *shape, attention_span span, float *score,
+                             float *max, float *weight) {
+    const v8 lowest = v8_all(-INFINITY), zero = v8_zero();
+    const v8 cap = v8_all(shape->soft_cap * 1.44269504088896341f);
+    const int begin = span.first & ~7;
     v8 top = lowest;
-    for (int j = 0; j < KEY_TILE; j += 8) {
-        v8 s = lowest;
-        if (j < visible) {
-            s = v8_mul(dot8(q, key + j, head_dim), scale8);
-            s = v8_first(s, lowest, visible - j);
-        }
+    for (int j = begin; j < span.end; j += 8) {
+        v8 s = v8_load(score + j);
+        if (shape->soft_cap > 0.0f) s = v8_mul(cap, v8_tanh(s));
+        if (span.end - j < 8) s = v8_first(s, lowest, span.end - j);
+        if (j < span.first) s = v8_first(lowest, s, span.first - j);
         top = v8_max(top, s);
         v8_store(score + j, s);
     }
-    const float old_max = *row_max;
-    const float new_max = fmaxf(old_max, v8_top(top));
-    /* The first tile has nothing to rescale; exp(-inf - x) is 0 by selection, not by arithmetic. */
-    const float rescale = old_max == -INFINITY ? 0.0f : v8_exp_one(old_max - new_max);
-    const v8 max8 = v8_all(new_max);
-    v8 weight = v8_zero();
-    for (int j = 0; j < KEY_TILE; j += 8) {
-        v8 p = v8_zero();
-        if (j < visible)
-            p = v8_first(v8_exp(v8_sub(v8_load(score + j), max8)), v8_zero(), visible - j);
-        weight = v8_add(weight, p);
+    const float largest = v8_largest(top);
+    const v8 max8 = v8_all(largest);
+    v8 total = zero;
+    for (int j = begin; j < span.end; j += 8) {
+        v8 p = v8_exp2(v8_sub(v8_load(score + j), max8));
+        if (span.end - j < 8) p = v8_first(p, zero, span.end - j);
+        if (j < span.first) p = v8_first(zero, p, span.first - j);
+        total = v8_add(total, p);
         v8_store(score + j, p);
     }
-    *row_max = new_max;
-    *row_weight = fmaf(*row_weight, rescale, v8_total(weight));
-    const v8 rescale8 = v8_all(rescale);
-    for (int d = 0; d < head_dim; d += 32) {
-        const int width = head_dim - d < 32 ? (head_dim - d) / 8 : 4;
-        v8 acc[4];
-        for (int i = 0; i < width; i++) acc[i] = v8_mul(v8_load(sum + d + 8 * i), rescale8);
-        for (int j = 0; j < visible; j++) {
-            const v8 p = v8_all(score[j]);
-            for (int i = 0; i < width; i++)
-                acc[i] = v8_fma(p, v8_load(value[j] + d + 8 * i), acc[i]);
-        }
-        for (int i = 0; i < width; i++) v8_store(sum + d + 8 * i, acc[i]);
-    }
+    *max = largest;
+    *weight = v8_total(total);
 }
 
-static void attend(const attention_shape *shape, const attention_task *task, int kv_head,
-                   const void *q, void *out, const void *kv, const int32_t *table,
-                   attention_scratch *scratch) {
-    const int head_dim = shape->head_dim, fold = shape->num_heads / shape->num_kv_heads;
-    const size_t row_width = (size_t)shape->num_heads * (size_t)head_dim;
-    const size_t kv_width = (size_t)shape->num_kv_heads * (size_t)head_dim;
-    const int num_rows = task->count * fold;
-    const int end = task->position + task->count; /* keys that the last query sees */
+/* For eight rows: how the joined sums and a tile's are brought to one maximum. */
+INLINE void attention_join_weights(float *max, float *weight, const float *tile_max,
+                                   const float *tile_weight, float *keep, float *take) {
+    const v8 old = v8_load(max), new = v8_load(tile_max);
+    const v8 top = v8_max(old, new);
+    const v8 keep8 = v8_exp2(v8_sub(old, top)), take8 = v8_exp2(v8_sub(new, top));
+    const v8 kept = v8_mul(v8_load(weight), keep8);
+    v8_store(max, top);
+    v8_store(weight, v8_fma(v8_load(tile_weight), take8, kept));
+    v8_store(keep, keep8);
+    v8_store(take, take8);
+}
 
-    for (int r = 0; r < num_rows; r++) {
-        const size_t at = ((size_t)task->first_row + (size_t)(r / fold)) * row_width +
-                          ((size_t)kv_head * (size_t)fold + (size_t)(r % fold)) * (size_t)head_dim;
-        if (shape->is_bf16)
-            widen(scratch->query[r], (const uint16_t *)q + at, head_dim);
-        else
-            memcpy(scratch->query[r], (const float *)q + at, sizeof(float) * (size_t)head_dim);
-        memset(scratch->sum[r], 0, sizeof(float) * (size_t)head_dim);
-        scratch->max[r] = -INFINITY;
-        scratch->weight[r] = 0.0f;
+INLINE v8 attention_join(v8 joined, v8 tile, v8 keep, v8 take) {
+    return v8_fma(tile, take, v8_mul(joined, keep));
+}
+
+/* What becomes of a tile's weighted values. */
+typedef struct {
+    float *sum;        /* of the first row; row_stride floats from one to the next */
+    float *part;
+    const float *keep; /* by row; NULL: there is nothing to join with */
+    const float *take;
+    size_t row_stride;
+    size_t part_stride;
+} attention_target;
+
+/* Weighted values of keys [first, end), `width` vectors of them from element d on, for a few rows. They
+ * begin with `part`, unless this is the rows' first, and end in it, unless it is their last: then
+ * they are joined to `sum`. */
+INLINE void attention_weigh(const float *weight, const void *const *value, int is_bf16, int first,
+                            int end, int rows, size_t d, int width, int is_first, int is_last,
+                            const attention_target *to) {
+    v8 sum[TILE_ROWS][TILE_COLS];
+    const size_t bytes = d * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
+    const size_t part_stride = to->part_stride, row_stride = to->row_stride;
+    const float *keep = to->keep, *take = to->take;
+    float *part = to->part + d, *joined = to->sum + d;
+    if (is_first) {
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width; v++) sum[i][v] = v8_zero();
+    } else {
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width; v++) sum[i][v] = v8_load(part + (size_t)i * part_stride + 8 * v);
     }
-
-    for (int tile = 0; tile < end; tile += KEY_TILE) {
-        const int present = end - tile < KEY_TILE ? end - tile : KEY_TILE;
-        const float *key[KEY_TILE], *value[KEY_TILE];
-        for (int j = 0; j < present; j++) {
-            const int position = tile + j;
-            const size_t slot = (size_t)table[position / shape->block_size] *
-                                    (size_t)shape->block_size +
-                                (size_t)(position % shape->block_size);
-            const size_t at = slot * 2 * kv_width + (size_t)kv_head * (size_t)head_dim;
-            if (shape->is_bf16) {
-                widen(scratch->key[j], (const uint16_t *)kv + at, head_dim);
-                widen(scratch->value[j], (const uint16_t *)kv + at + kv_width, head_dim);
-                key[j] = scratch->key[j];
-                value[j] = scratch->value[j];
-            } else {
-                key[j] = (const float *)kv + at;
-                value[j] = (const float *)kv + at + kv_width;
+    for (int j = first; j < end; j++)
+        tile_weigh(sum, weight + j, ATTENTION_TILE, (const char *)value[j] + bytes, is_bf16, rows,
+                   width);
+    if (!is_last) {
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width; v++) v8_store(part + (size_t)i * part_stride + 8 * v, sum[i][v]);
+    } else if (keep) {
+        for (int i = 0; i < rows; i++) {
+            const v8 keep8 = v8_all(keep[i]), take8 = v8_all(take[i]);
+            for (int v = 0; v < width; v++) {
+                float *at = joined + (size_t)i * row_stride + 8 * v;
+                v8_store(at, attention_join(v8_load(at), sum[i][v], keep8, take8));
             }
         }
-        /* dot8 takes eight pointers: those past the end repeat a key that is there. */
-        for (int j = present; j < KEY_TILE; j++) key[j] = key[0];
-
-        for (int r = 0; r < num_rows; r++) {
-            const int own_end = task->position + r / fold + 1;
-            if (own_end <= tile) continue;
-            const int visible = own_end - tile < KEY_TILE ? own_end - tile : KEY_TILE;
-            attend_tile(scratch->query[r], scratch->sum[r], &scratch->max[r], &scratch->weight[r],
-                        key, value, visible, head_dim, shape->scale);
-        }
+    } else {
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width; v++) v8_store(joined + (size_t)i * row_stride + 8 * v, sum[i][v]);
     }
+}
 
-    for (int r = 0; r < num_rows; r++) {
-        const size_t at = ((size_t)task->first_row + (size_t)(r / fold)) * row_width +
-                          ((size_t)kv_head * (size_t)fold + (size_t)(r % fold)) * (size_t)head_dim;
-        const float weight = scratch->weight[r];
-        for (int d = 0; d < head_dim; d++) {
-            const float mean = scratch->sum[r][d] / weight;
-            if (shape->is_bf16)
-                ((uint16_t *)out)[at + (size_t)d] = narrow_bf16(mean);
-            else
-                ((float *)out)[at + (size_t)d] = mean;
+#define ATTENTION_WEIGH(rows, width, suffix, is_bf16)                                              \
+    APART void attention_weigh_##rows##x##width##suffix(                                           \
+        const float *weight, const void *const *value, attention_span keys, size_t d, int is_first, \
+        int is_last, const attention_target *to) {                                                 \
+        attention_weigh(weight, value, is_bf16, keys.first, keys.end, rows, d, width, is_first,    \
+                        is_last, to);                                                              \
+    }
+#define ATTENTION_WEIGH_ALL(suffix, is_bf16)                                                       \
+    ATTENTION_WEIGH(1, 1, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(2, 1, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(3, 1, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(1, 2, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(2, 2, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(3, 2, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(1, 4, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(2, 4, suffix, is_bf16)                                                         \
+    ATTENTION_WEIGH(3, 4, suffix, is_bf16)
+ATTENTION_WEIGH_ALL(fp32, 0)
+ATTENTION_WEIGH_ALL(bf16, 1)
+
+INLINE void attention_weigh_rows(const float *weight, const void *const *value, int is_bf16,
+                                 attention_span keys, int rows, size_t d, int width, int is_first,
+                                 int is_last, const attention_target *to) {
+    typedef void weigh(const float *, const void *const *, attention_span, size_t, int, int,
+                       const attention_target *);
+#define ROWS_OF(width, suffix)                                                  \
+    {attention_weigh_1x##width##suffix, attention_weigh_2x##width##suffix,      \
+     attention_weigh_3x##width##suffix}
+    static weigh *const by[2][3][TILE_ROWS] = {
+        {ROWS_OF(1, fp32), ROWS_OF(2, fp32), ROWS_OF(4, fp32)},
+        {ROWS_OF(1, bf16), ROWS_OF(2, bf16), ROWS_OF(4, bf16)},
+    };
+#undef ROWS_OF
+    by[is_bf16][width / 2][rows - 1](weight, value, keys, d, is_first, is_last, to);
+}
+
+INLINE attention_target attention_target_at(attention_target of, int row) {
+    of.sum += (size_t)row * of.row_stride;
+    of.part += (size_t)row * of.part_stride;
+    if (of.keep) of.keep += row, of.take += row;
+    return of;
+}
+
+/* -------------------------------------------------------------------------------------- an item */
+
+/* An item on its way through its tiles. */
+typedef struct {
+    const attention_call *call;
+    const attention_item *item;
+    attention_scratch at;
+    int fold;          /* query heads of a kv head */
+    int rows_per_head; /* of the item */
+    int num_rows;
+} attention_work;
+
+/* One tile's keys of one kv head, as rows of fp32 or of bf16; bf16 is widened for many rows. */
+INLINE int attention_rows_of(const attention_work *work, const size_t *slot, size_t offset,
+                             attention_span present, const void **row) {
+    const attention_shape *shape = work->call->shape;
+    const size_t width = (size_t)shape->head_dim;
+    if (!shape->is_bf16) {
+        for (int j = 0; j < ATTENTION_TILE; j++) row[j] = (const float *)work->call->kv + slot[j] + offset;
+        return 0;
+    }
+    const uint16_t *kv = (const uint16_t *)work->call->kv;
+    if (work->rows_per_head <= TILE_ROWS) {
+        for (int j = 0; j < ATTENTION_TILE; j++) row[j] = kv + slot[j] + offset;
+        return 1;
+    }
+    for (int j = 0; j < ATTENTION_TILE; j++) {
+        const int from = j >= present.first && j < present.end ? j : present.first;
+        row[j] = work->at.wide + (size_t)from * width;
+    }
+    for (int j = present.first; j < present.end; j++)
+        for (size_t d = 0; d < width; d += 8)
+            v8_store(work->at.wide + (size_t)j * width + d, v8_load_bf16(kv + slot[j] + offset + d));
+    return 0;
+}
+
+/* Scores of all rows that see something of the tile, head by head; fetches values, and the next tile's keys. */
+static void attention_score_tile(const attention_work *work, int tile_start, attention_span present,
+                                 const size_t *slot, const size_t *next_slot) {
+    const attention_shape *shape = work->call->shape;
+    const attention_item *item = work->item;
+    const size_t width = (size_t)shape->head_dim, element = shape->is_bf16 ? 2 : 4;
+    const size_t kv_width = (size_t)shape->num_kv_heads * width;
+    const void *key[ATTENTION_TILE];
+    for (int h = 0; h < item->num_heads; h++) {
+        const size_t offset = (size_t)(item->first_head + h) * width;
+        const int is_bf16 = attention_rows_of(work, slot, offset, present, key);
+        const float *query = work->at.query + (size_t)(h * work->rows_per_head) * width;
+        float *score = work->at.score + (size_t)(h * work->rows_per_head) * ATTENTION_TILE;
+        for (int j = present.first & ~7; j < present.end; j += 8) {
+            for (int i = j; i < j + 8; i++) {
+                attention_fetch(work->call->kv, slot[i] + offset + kv_width, width, element);
+                if (next_slot) attention_fetch(work->call->kv, next_slot[i] + offset, width, element);
+            }
+            /* Queries before see none of these keys; with a window, those behind neither. */
+            int begin = tile_start + j - item->position, end = item->count;
+            if (begin < 0) begin = 0;
+            if (shape->window > 0) {
+                const int64_t last = (int64_t)tile_start + j + 7 + shape->window - 1 - item->position;
+                if (last + 1 < end) end = (int)(last + 1);
+            }
+            begin *= work->fold;
+            tile_all_dots(query + (size_t)begin * width, width, end * work->fold - begin, key + j,
+                          is_bf16, present.end - j > 4 ? 8 : 4, width,
+                          score + (size_t)begin * ATTENTION_TILE + j, ATTENTION_TILE);
         }
     }
 }
 
-/* q and out: (rows, num_heads * head_dim); kv: one layer's slots; table: (sequences, table_width);
- * scratch: num_threads * attention_scratch_bytes(). Rows that no task names are not written. */
-void attention_forward(const attention_shape *shape, const attention_task *tasks, int32_t num_tasks,
-                       const void *q, void *out, const void *kv, const int32_t *table,
-                       int32_t table_width, void *scratch, int32_t num_threads) {
-    const int32_t num_items = num_tasks * shape->num_kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_items > 1)
-    for (int32_t item = 0; item < num_items; item++) {
-        const attention_task *task = tasks + item / shape->num_kv_heads;
+/* Scores become weights, and all rows learn how to join this tile. */
+static void attention_soften_tile(const attention_work *work, int tile_start) {
+    const attention_item *item = work->item;
+    const attention_scratch *at = &work->at;
+    int row = 0;
+    for (int h = 0; h < item->num_heads; h++)
+        for (int query = 0; query < item->count; query++) {
+            const attention_span span =
+                attention_sees(work->call->shape, item->position + query, tile_start);
+            for (int f = 0; f < work->fold; f++, row++) {
+                /* A row that sees nothing is not written; the factors made for it are not used. */
+                at->tile_max[row] = at->max[row];
+                at->tile_weight[row] = 0.0f;
+                if (span.first < span.end)
+                    attention_soften(work->call->shape, span,
+                                     at->score + (size_t)row * ATTENTION_TILE, &at->tile_max[row],
+                                     &at->tile_weight[row]);
+            }
+        }
+    if (item->partial >= 0) return;
+    for (int r = 0; r < work->num_rows; r += 8)
+        attention_join_weights(at->max + r, at->weight + r, at->tile_max + r, at->tile_weight + r,
+                               at->keep + r, at->take + r);
+    /* A row's first tile is taken as it is: there is nothing yet to compare it with. */
+    row = 0;
+    for (int h = 0; h < item->num_heads; h++)
+        for (int query = 0; query < item->count; query++) {
+            const int is_first = attention_first_tile(work->call->shape, item->position + query) ==
+                                 tile_start / ATTENTION_TILE;
+            for (int f = 0; f < work->fold; f++, row++)
+                if (is_first) {
+                    at->max[row] = at->tile_max[row];
+                    at->weight[row] = at->tile_weight[row];
+                }
+        }
+}
+
+/* A few rows of a kv head, whose spans may differ: the keys that all of them see in one go, those before
+ * and behind row by row. */
+INLINE void attention_weigh_some(const attention_work *work, const void *const *value, int is_bf16,
+                                 int tile_start, int local, int row, int rows, size_t d, int width,
+                                 const attention_target *head_target) {
+    const attention_shape *shape = work->call->shape;
+    attention_span span[TILE_ROWS], shared = {0, ATTENTION_TILE};
+    int is_join[TILE_ROWS], is_uniform = 1;
+    for (int i = 0; i < rows; i++) {
+        const int own = work->item->position + (local + i) / work->fold;
+        span[i] = attention_sees(shape, own, tile_start);
+        is_join[i] = attention_first_tile(shape, own) != tile_start / ATTENTION_TILE;
+        if (span[i].first > shared.first) shared.first = span[i].first;
+        if (span[i].end < shared.end) shared.end = span[i].end;
+        is_uniform &= span[i].first == span[0].first && span[i].end == span[0].end &&
+                      is_join[i] == is_join[0];
+    }
+    const float *weight = work->at.score + (size_t)row * ATTENTION_TILE;
+    attention_target to = attention_target_at(*head_target, local);
+    if (is_uniform) {
+        if (span[0].first >= span[0].end) return;
+        if (!is_join[0]) to.keep = NULL;
+        attention_weigh_rows(weight, value, is_bf16, span[0], rows, d, width, 1, 1, &to);
+        return;
+    }
+    if (shared.first >= shared.end) shared.first = shared.end = ATTENTION_TILE;
+    for (int i = 0; i < rows; i++) {
+        attention_span before = {span[i].first, span[i].end < shared.first ? span[i].end : shared.first};
+        const attention_target one = attention_target_at(to, i);
+        attention_weigh_rows(weight + i * ATTENTION_TILE, value, is_bf16, before, 1, d, width, 1, 0,
+                             &one);
+    }
+    attention_weigh_rows(weight, value, is_bf16, shared, rows, d, width, 0, 0, &to);
+    for (int i = 0; i < rows; i++) {
+        if (span[i].first >= span[i].end) continue;
+        attention_span behind = {span[i].end < shared.end ? span[i].end : shared.end, span[i].end};
+        attention_target one = attention_target_at(to, i);
+        if (!is_join[i]) one.keep = NULL;
+        attention_weigh_rows(weight + i * ATTENTION_TILE, value, is_bf16, behind, 1, d, width, 0, 1,
+                             &one);
+    }
+}
+
+/* Weighted values of all rows, joined to their sums or left in `partials`. */
+static void attention_weigh_tile(const attention_work *work, int tile_start, attention_span present,
+                                 const size_t *slot) {
+    const attention_shape *shape = work->call->shape;
+    const attention_item *item = work->item;
+    const size_t width = (size_t)shape->head_dim;
+    const size_t kv_width = (size_t)shape->num_kv_heads * width;
+    const void *value[ATTENTION_TILE];
+    for (int h = 0; h < item->num_heads; h++) {
+        const int first_row = h * work->rows_per_head;
+        const size_t offset = kv_width + (size_t)(item->first_head + h) * width;
+        const int is_bf16 = attention_rows_of(work, slot, offset, present, value);
+        attention_target to = {work->at.sum + (size_t)first_row * width,
+                               work->at.part + (size_t)first_row * width,
+                               work->at.keep + first_row,
+                               work->at.take + first_row,
+                               width,
+                               width};
+        if (item->partial >= 0) {
+            const size_t floats = attention_partial_floats(shape);
+            const size_t tile = (size_t)(tile_start / ATTENTION_TILE - item->first_tile);
+            const size_t heads = tile * (size_t)shape->num_kv_heads + (size_t)(item->first_head + h);
+            to.sum = work->call->partials + item->partial +
+                     heads * (size_t)work->rows_per_head * floats;
+            to.row_stride = floats;
+            to.keep = to.take = NULL;
+            for (int r = 0; r < work->rows_per_head; r++) {
+                to.sum[(size_t)r * floats + width] = work->at.tile_max[first_row + r];
+                to.sum[(size_t)r * floats + width + 1] = work->at.tile_weight[first_row + r];
+            }
+        }
+        for (size_t d = 0; d < width;) {
+            const int vectors = width - d >= 32 ? 4 : width - d >= 16 ? 2 : 1;
+            for (int r = 0; r < work->rows_per_head;) {
+                const int rows = tile_take(work->rows_per_head - r);
+                if (is_bf16)
+                    attention_weigh_some(work, value, 1, tile_start, r, first_row + r, rows, d,
+                                         vectors, &to);
+                else
+                    attention_weigh_some(work, value, 0, tile_start, r, first_row + r, rows, d,
+                                         vectors, &to);
+                r += rows;
+            }
+            d += (size_t)vectors * 8;
+        }
+    }
+}
+
+/* Where query head f of a kv head begins in row `query` of an item. */
+INLINE size_t attention_place(const attention_work *work, int64_t stride, int query, int kv_head, int f) {
+    return (size_t)(work->item->first_row + query) * (size_t)stride +
+           (size_t)(kv_head * work->fold + f) * (size_t)work->call->shape->head_dim;
+}
+
+static void attention_store(const attention_work *work, int query, int kv_head, int f,
+                            const float *sum, float weight) {
+    const attention_call *call = work->call;
+    const size_t at = attention_place(work, call->out_stride, query, kv_head, f);
+    const v8 total = v8_all(weight);
+    for (int d = 0; d < call->shape->head_dim; d += 8) {
+        const v8 mean = v8_div(v8_load(sum + d), total);
+        if (call->shape->is_bf16)
+            v8_store_bf16((uint16_t *)call->out + at + d, mean);
+        else
+            v8_store((float *)call->out + at + d, mean);
+    }
+}
+
+INLINE attention_work attention_begin(const attention_call *call, const attention_item *item,
+                                      float *scratch) {
+    attention_work work = {.call = call, .item = item};
+    work.fold = call->shape->num_heads / call->shape->num_kv_heads;
+    work.rows_per_head = item->count * work.fold;
+    work.num_rows = item->num_heads * work.rows_per_head;
+    attention_layout(call->shape, scratch, &work.at);
+    return work;
+}
+
+static void attention_run(const attention_call *call, const attention_item *item, float *scratch) {
+    const attention_shape *shape = call->shape;
+    const attention_work work = attention_begin(call, item, scratch);
+    const int32_t *table = call->table + (size_t)item->sequence * (size_t)call->table_width;
+    /* Weights are powers of two, so log2(e) is part of the scale; under a cap, it is part of the cap. */
+    const v8 scale = v8_all(shape->soft_cap > 0.0f ? shape->scale / shape->soft_cap
+                                                   : shape->scale * 1.44269504088896341f);
+    float *query = work.at.query;
+    for (int h = 0; h < item->num_heads; h++)
+        for (int i = 0; i < item->count; i++)
+            for (int f = 0; f < work.fold; f++)
+                for (int d = 0; d < shape->head_dim; d += 8, query += 8) {
+                    const size_t at = attention_place(&work, call->q_stride, i, item->first_head + h, f);
+                    v8_store(query, v8_mul(scale, tile_load(call->q, at + (size_t)d, shape->is_bf16)));
+                }
+    for (int r = 0; r < work.num_rows; r++) work.at.max[r] = work.at.weight[r] = 0.0f;
+
+    const int last = item->position + item->count - 1;
+    size_t slot[2][ATTENTION_TILE];
+    attention_span present[2];
+    for (int tile = item->first_tile; tile < item->end_tile; tile++) {
+        const int own = tile & 1, is_last = tile + 1 == item->end_tile;
+        for (int ahead = tile > item->first_tile; ahead <= !is_last; ahead++) {
+            const int start = (tile + ahead) * ATTENTION_TILE, to = (tile + ahead) & 1;
+            present[to].first = attention_sees(shape, item->position, start).first;
+            present[to].end = attention_sees(shape, last, start).end;
+            attention_find_slots(shape, table, start, present[to].first, present[to].end, slot[to]);
+        }
+        const int start = tile * ATTENTION_TILE;
+        attention_score_tile(&work, start, present[own], slot[own], is_last ? NULL : slot[!own]);
+        attention_soften_tile(&work, start);
+        attention_weigh_tile(&work, start, present[own], slot[own]);
+    }
+    if (item->partial >= 0) return;
+    int row = 0;
+    for (int h = 0; h < item->num_heads; h++)
+        for (int i = 0; i < item->count; i++)
+            for (int f = 0; f < work.fold; f++, row++)
+                attention_store(&work, i, item->first_head + h, f,
+                                work.at.sum + (size_t)row * (size_t)shape->head_dim,
+                                work.at.weight[row]);
+}
+
+/* Joins the tiles that several items left for one kv head of the same queries, in order. */
+static void attention_merge(const attention_call *call, const attention_item *item, int kv_head,
+                            float *scratch) {
+    const attention_shape *shape = call->shape;
+    const attention_work work = attention_begin(call, item, scratch);
+    const size_t width = (size_t)shape->head_dim, floats = attention_partial_floats(shape);
+    for (int row = 0; row < work.rows_per_head; row++) {
+        const int own = item->position + row / work.fold;
+        const int first = attention_first_tile(shape, own), last = own / ATTENTION_TILE;
+        /* One lane of eight is used: the lanes compute alike. */
+        float max[8] = {0}, weight[8] = {0}, tile_max[8], tile_weight[8], keep[8], take[8];
+        for (int tile = first; tile <= last; tile++) {
+            const size_t heads = (size_t)(tile - item->first_tile) * (size_t)shape->num_kv_heads +
+                                 (size_t)kv_head;
+            const float *from = call->partials + item->partial +
+                                (heads * (size_t)work.rows_per_head + (size_t)row) * floats;
+            if (tile == first) {
+                memcpy(work.at.sum, from, sizeof(float) * width);
+                v8_store(max, v8_all(from[width]));
+                v8_store(weight, v8_all(from[width + 1]));
+                continue;
+            }
+            v8_store(tile_max, v8_all(from[width]));
+            v8_store(tile_weight, v8_all(from[width + 1]));
+            attention_join_weights(max, weight, tile_max, tile_weight, keep, take);
+            const v8 keep8 = v8_all(keep[0]), take8 = v8_all(take[0]);
+            for (size_t d = 0; d < width; d += 8)
+                v8_store(work.at.sum + d, attention_join(v8_load(work.at.sum + d), v8_load(from + d),
+                                                         keep8, take8));
+        }
+        attention_store(&work, row / work.fold, kv_head, row % work.fold, work.at.sum, weight[0]);
+    }
+}
+
+/* q: rows of at least num_heads * head_dim, out: rows of num_heads * head_dim; kv: one layer's slots; table:
+ * (sequences, table_width); merges: the queries whose tiles several items left in `partials`, with all of
+ * their tiles and heads; scratch: num_threads * attention_scratch_floats(). Rows that no item names are
+ * not written. */
+void attention_forward(const attention_call *call, const attention_item *items, int32_t num_items,
+                       const attention_item *merges, int32_t num_merges, float *scratch,
+                       int32_t num_threads) {
+    const size_t floats = attention_scratch_floats(call->shape);
+    const int32_t heads = call->shape->num_kv_heads;
+#pragma omp parallel num_threads(num_threads) if (num_items > 1 && num_threads > 1)
+    {
 #ifdef _OPENMP
-        attention_scratch *own = (attention_scratch *)scratch + omp_get_thread_num();
+        float *own = scratch + (size_t)omp_get_thread_num() * floats;
 #else
-        attention_scratch *own = (attention_scratch *)scratch;
+        float *own = scratch;
 #endif
-        attend(shape, task, item % shape->num_kv_heads, q, out, kv,
-               table + (size_t)task->sequence * (size_t)table_width, own);
+#pragma omp for schedule(dynamic)
+        for (int32_t i = 0; i < num_items; i++) attention_run(call, items + i, own);
+        /* The loop before ends with a barrier: all partials are there. */
+        if (num_merges > 0) {
+#pragma omp for schedule(dynamic)
+            for (int32_t i = 0; i < num_merges * heads; i++)
+                attention_merge(call, merges + i / heads, i % heads, own);
+        }
     }
 }

@@ -11,6 +11,8 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+/* An inner loop that needs all vector registers gets them to itself. */
+#define APART static __attribute__((noinline))
 
 INLINE float widen_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
@@ -59,6 +61,19 @@ INLINE v8 v8_sum_each(const v8 *part) {
     __m256 high = _mm256_permute2f128_ps(abcd, efgh, 0x31);
     return _mm256_add_ps(low, high);
 }
+/* The sums of the lanes of a, b, c and d, each in two halves, four lanes apart. */
+INLINE v8 v8_sum_four(v8 a, v8 b, v8 c, v8 d) {
+    return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+}
+/* Lanes j and j + 4 added. */
+INLINE void v8_store_four(float *to, v8 halves) {
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+INLINE float v8_largest(v8 a) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 /* 2^n for integral n in [-126, 127]. */
 INLINE v8 v8_power_of_two(v8 n) {
     __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
@@ -68,6 +83,8 @@ INLINE v8 v8_round(v8 a) {
     return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE v8 v8_div(v8 a, v8 b) { return _mm256_div_ps(a, b); }
+/* The same value, in a register: it is not loaded again at each of its uses, which compilers think is cheaper. */
+INLINE v8 v8_hold(v8 a) { __asm__("" : "+x"(a)); return a; }
 /* -|a|; NaN stays NaN. */
 INLINE v8 v8_below(v8 a) { return _mm256_or_ps(a, _mm256_set1_ps(-0.0f)); }
 /* then where a < b, else otherwise; otherwise where either is NaN. */
@@ -120,9 +137,28 @@ INLINE v8 v8_sum_each(const v8 *part) {
     }
     return r;
 }
+INLINE v8 v8_sum_four(v8 a, v8 b, v8 c, v8 d) {
+    const v8 part[4] = {a, b, c, d};
+    v8 r;
+    for (int j = 0; j < 4; j++) {
+        const float *t = part[j].lane;
+        r.lane[j] = (t[0] + t[1]) + (t[2] + t[3]);
+        r.lane[j + 4] = (t[4] + t[5]) + (t[6] + t[7]);
+    }
+    return r;
+}
+INLINE void v8_store_four(float *to, v8 halves) {
+    for (int j = 0; j < 4; j++) to[j] = halves.lane[j] + halves.lane[j + 4];
+}
+INLINE float v8_largest(v8 a) {
+    float top = a.lane[0];
+    for (int i = 1; i < 8; i++) top = top > a.lane[i] ? top : a.lane[i];
+    return top;
+}
 INLINE v8 v8_power_of_two(v8 n) { EACH_LANE n.lane[i] = ldexpf(1.0f, (int)n.lane[i]); return n; }
 INLINE v8 v8_round(v8 a) { EACH_LANE a.lane[i] = nearbyintf(a.lane[i]); return a; }
 INLINE v8 v8_div(v8 a, v8 b) { EACH_LANE a.lane[i] /= b.lane[i]; return a; }
+INLINE v8 v8_hold(v8 a) { return a; }
 /* -|a|; NaN stays NaN. */
 INLINE v8 v8_below(v8 a) { EACH_LANE a.lane[i] = -fabsf(a.lane[i]); return a; }
 /* then where a < b, else otherwise; otherwise where either is NaN. */
@@ -177,6 +213,39 @@ INLINE v8 v8_sigmoid(v8 a) {
     const v8 small = v8_where_less(below, v8_all(-87.0f), v8_zero(), v8_exp(below));
     const v8 top = v8_where_less(a, v8_zero(), small, one);
     return v8_div(top, v8_add(one, small));
+}
+
+/* 2^a for a <= 0, within 2 ulp; 2^-126 below -126; NaN stays NaN; 2^0 is 1.
+ * The fraction's polynomial is of degree 6 (equal ripple, error < 2e-9). */
+INLINE v8 v8_exp2(v8 a) {
+    const v8 clipped = v8_max(v8_all(-126.0f), a);
+    const v8 n = v8_round(clipped);
+    const v8 r = v8_sub(clipped, n);
+    v8 p = v8_all(1.535336191e-4f);
+    p = v8_fma(p, r, v8_all(1.339887441e-3f));
+    p = v8_fma(p, r, v8_all(9.618437358e-3f));
+    p = v8_fma(p, r, v8_all(5.550332471e-2f));
+    p = v8_fma(p, r, v8_all(2.402264791e-1f));
+    p = v8_fma(p, r, v8_all(6.931472029e-1f));
+    p = v8_fma(p, r, v8_all(1.0f));
+    return v8_mul(p, v8_power_of_two(n));
+}
+
+/* tanh(a), within 1e-7 of it and, near zero, within 4 ulp; NaN stays NaN. Far from zero it is made of
+ * e^-2|a|, which cannot overflow; near zero that would cancel: an odd polynomial there (Cephes). */
+INLINE v8 v8_tanh(v8 a) {
+    const v8 one = v8_all(1.0f), below = v8_below(a);
+    const v8 small = v8_exp(v8_add(below, below));
+    v8 far = v8_div(v8_sub(one, small), v8_add(one, small));
+    far = v8_where_less(a, v8_zero(), v8_sub(v8_zero(), far), far);
+    const v8 square = v8_mul(a, a);
+    v8 p = v8_all(-5.70498872745e-3f);
+    p = v8_fma(p, square, v8_all(2.06390887954e-2f));
+    p = v8_fma(p, square, v8_all(-5.37397155531e-2f));
+    p = v8_fma(p, square, v8_all(1.33314422036e-1f));
+    p = v8_fma(p, square, v8_all(-3.33332819422e-1f));
+    const v8 near = v8_fma(v8_mul(p, square), a, a);
+    return v8_where_less(v8_all(-0.625f), below, near, far);
 }
 
 INLINE float v8_exp_one(float a) {
