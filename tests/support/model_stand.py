@@ -16,6 +16,7 @@ from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
 from loraplex_engine.sampling.sampler import GumbelSurvivors
+from loraplex_engine.sampling.setup import open_scan
 from loraplex_engine.speculative import Proposer
 from loraplex_engine.structured.compiler import GrammarSource
 
@@ -84,6 +85,7 @@ class ModelStand:
             lora=lora.backend,
             slots=lora.pool,
             survivors=survivors,
+            scan=open_scan(self.kernels, 1) if self.backend == "native" else None,
         )
         prepare(runner)
         return build_core(

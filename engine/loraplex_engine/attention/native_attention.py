@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from loraplex_kernels.cpu.attention import AttentionWork, NativeAttentionKernel
+from loraplex_kernels.cpu.ops import OpsKernel
 from torch import Tensor
 
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
-from loraplex_engine.model.rope import rotate_merged_
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class NativeAttention:
             soft_cap=shape.soft_cap,
         )
 
+        self._ops = OpsKernel(shape.dtype, cache_dir=cache_dir, num_threads=num_threads)
+
     def allocate_kv(self, num_blocks: int) -> Tensor:
         """(slots, 2 * kv_size); the kernel reads no slot that was not written."""
         size = (num_blocks * self._block_size, 2 * self._shape.kv_size)
@@ -92,8 +94,15 @@ class NativeAttention:
         self, qkv_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: Tensor, plan: NativePlan
     ) -> None:
         shape = self._shape
-        rotate_merged_(qkv_TC, shape.num_heads + shape.num_kv_heads, cos_T1D, sin_T1D)
-        kv.index_copy_(0, plan.write_slot, qkv_TC[: plan.num_tokens, shape.q_size :])
+        self._ops.rotate_and_write(
+            qkv_TC,
+            cos_T1D,
+            sin_T1D,
+            kv,
+            plan.write_slot,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+        )
 
     def forward(self, qkv_TC: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
         out_TC = qkv_TC.new_empty(qkv_TC.shape[0], self._shape.q_size)

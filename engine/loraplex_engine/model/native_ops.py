@@ -6,7 +6,6 @@ A row is computed alone, whatever rows share the call, so nothing needs padded r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import structlog
 import torch
@@ -27,7 +26,7 @@ class NativeOps:
         row_multiple: what the model's linears want rows padded to.
     """
 
-    name: Final = "native"
+    name = "native"
 
     def __init__(self, kernel: OpsKernel, *, row_multiple: int) -> None:
         self._kernel = kernel

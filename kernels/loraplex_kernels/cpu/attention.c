@@ -25,8 +25,11 @@
 #include <omp.h>
 #endif
 
+#include "calls.h"
 #include "simd.h"
 #include "tiles.h"
+
+attention_forward_call attention_forward;
 
 #define ATTENTION_TILE 64
 #define ATTENTION_LINE 16 /* floats: the scratch's arrays begin on lines of their own */
@@ -44,7 +47,7 @@ typedef struct {
 } attention_shape;
 
 /* Consecutive queries of one sequence against some kv heads and some tiles: the unit that threads take. */
-typedef struct {
+typedef struct attention_item {
     int32_t first_row; /* of q and out */
     int32_t count;
     int32_t position; /* of the first query */
@@ -57,7 +60,7 @@ typedef struct {
 } attention_item;
 
 /* All that is the same for the items of a call. */
-typedef struct {
+typedef struct attention_call {
     const attention_shape *shape;
     const void *q;
     void *out;

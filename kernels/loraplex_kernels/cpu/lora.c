@@ -20,7 +20,10 @@
 #include <omp.h>
 #endif
 
+#include "calls.h"
 #include "simd.h"
+
+lora_add_call lora_add;
 
 #define MAX_SLICES 3
 #define OUT_BLOCK 32
@@ -46,7 +49,7 @@ typedef struct {
 } lora_task;
 
 /* What is the same for all calls of a step. */
-typedef struct {
+typedef struct lora_step {
     const lora_site *const *sites; /* by group: the adapter's table, indexed by site */
     const lora_task *tasks;
     const int32_t *rows; /* row of x and y, sorted by group */

@@ -14,7 +14,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "calls.h"
 #include "simd.h"
+
+ops_rms_norm_call ops_rms_norm;
+ops_gated_call ops_gated;
+ops_rotate_and_write_call ops_rotate_and_write;
 
 /* Threads share a call of at least so many numbers, which take one of them 20 to 50 us: to wake a thread and to
  * wait for it takes about as long. */
