@@ -50,7 +50,7 @@ class NativeAttention:
         """
         self._shape = shape
         self._block_size = block_size
-        self._kernel = NativeAttentionKernel(
+        self.kernel = NativeAttentionKernel(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -61,7 +61,6 @@ class NativeAttention:
             window=shape.window,
             soft_cap=shape.soft_cap,
         )
-
         self._ops = OpsKernel(shape.dtype, cache_dir=cache_dir, num_threads=num_threads)
 
     def allocate_kv(self, num_blocks: int) -> Tensor:
@@ -87,7 +86,7 @@ class NativeAttention:
         return NativePlan(
             num_tokens=num_tokens,
             write_slot=torch.from_numpy(slot_T),
-            work=self._kernel.plan(computed, scheduled, batch.block_table_BM),
+            work=self.kernel.plan(computed, scheduled, batch.block_table_BM),
         )
 
     def rotate_and_write(
@@ -108,5 +107,5 @@ class NativeAttention:
         out_TC = qkv_TC.new_empty(qkv_TC.shape[0], self._shape.q_size)
         if plan.num_tokens < qkv_TC.shape[0]:
             out_TC[plan.num_tokens :].zero_()
-        self._kernel.forward(qkv_TC, out_TC, kv, plan.work)
+        self.kernel.forward(qkv_TC, out_TC, kv, plan.work)
         return out_TC

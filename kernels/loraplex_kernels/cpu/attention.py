@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_kernels.cpu.build import load_library
+from loraplex_kernels.cpu.build import address_of, load_library
 
 TILE: Final = 64
 _LINE: Final = 64  # bytes; loads that cross lines take twice as long
@@ -166,11 +166,12 @@ class NativeAttentionKernel:
             ctypes.c_void_p,
             ctypes.c_int32,
         )
-        self._num_threads = num_threads
+        self.num_threads = num_threads
+        self.forward_address = address_of(self._forward)
         size = int(library.attention_scratch_floats(ctypes.byref(self._shape)))
         # Zeros: rows that fill up a vector of eight are computed, though not used.
         self._scratch = np.zeros(size * num_threads + _LINE // 4, dtype=np.float32)
-        self._scratch_address = -(-self._scratch.ctypes.data // _LINE) * _LINE
+        self.scratch_address = -(-self._scratch.ctypes.data // _LINE) * _LINE
 
     def plan(
         self, num_computed_B: Int32Array, num_scheduled_B: Int32Array, table_BM: Int32Array
@@ -207,8 +208,8 @@ class NativeAttentionKernel:
         fold = shape.num_heads // shape.num_kv_heads
         cost = (end - first) * (count * fold + _KEY_COST) * (shape.num_kv_heads // items_of)
         pieces = np.ones_like(count)
-        if self._num_threads > 1:
-            aim = max(int((cost * items_of).sum()) // (_ITEMS_PER_THREAD * self._num_threads), 1)
+        if self.num_threads > 1:
+            aim = max(int((cost * items_of).sum()) // (_ITEMS_PER_THREAD * self.num_threads), 1)
             pieces = np.minimum(
                 -(-cost // aim), np.maximum((end_tile - first_tile) // _MIN_TILES, 1)
             )
@@ -255,6 +256,6 @@ class NativeAttentionKernel:
             len(work.items),
             work.merges.ctypes.data,
             len(work.merges),
-            self._scratch_address,
-            self._num_threads,
+            self.scratch_address,
+            self.num_threads,
         )

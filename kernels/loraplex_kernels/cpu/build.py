@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 SOURCES: Final = Path(__file__).parent
 
@@ -54,6 +54,13 @@ def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeBuildError(f"cannot load {library.name}: {error}") from error
+
+
+def address_of(function: Any) -> int:  # noqa: ANN401 -- ctypes has no type for what a library holds
+    """Where a library's function lies, for another library to call."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address, "it is loaded"
+    return address
 
 
 def library_name(name: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loraplex_kernels.cpu.build import load_library
+from loraplex_kernels.cpu.build import address_of, load_library
 
 _POINTER, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -38,6 +38,10 @@ class OpsKernel:
         self._rotate.argtypes = (*(_POINTER,) * 5, _I64, *(_I32,) * 5)
         for call in (self._norm, self._gated, self._rotate):
             call.restype = None
+        # For layers.c.
+        self.rms_norm_address, self.gated_address, self.rotate_and_write_address = map(
+            address_of, (self._norm, self._gated, self._rotate)
+        )
         self.dtype = dtype
         self._is_bf16 = int(dtype is torch.bfloat16)
         self._num_threads = num_threads
