@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -123,7 +123,7 @@ class EngineStream:
 
     Raises `EngineLostError` from the iteration when the replica is gone. After `abort` keep
     iterating: the terminal event with the usage still comes. `finish_reason` "error" is an event,
-    not an exception.
+    not an exception. `follow` is the same without a turn of the event loop for each event.
     """
 
     def __init__(self, client: EngineClient, request: Generate) -> None:
@@ -133,6 +133,10 @@ class EngineStream:
         self._client = client
         self._events: asyncio.Queue[TokenEvent | EngineLostError] = asyncio.Queue()
         self._is_over = False
+        self._take: Callable[[TokenEvent], None] | None = None  # set while somebody follows
+        self._followed: asyncio.Future[TokenEvent] | None = None
+        # Of whoever followed to the end: a cancellation may have met it before it was told.
+        self._outcome: asyncio.Future[TokenEvent] | None = None
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -153,9 +157,48 @@ class EngineStream:
         """Ask the replica to stop; see `EngineClient.abort`."""
         self._client.abort(self.request_id, self.attempt, as_stop, is_platform_fault, index=index)
 
+    async def follow(self, take: Callable[[TokenEvent], None]) -> TokenEvent:
+        """Have `take` called with every event, at once where frames are received; returns the terminal one.
+
+        All events of a frame are dealt with in one go, whoever's they are, so `take` must be quick. What it
+        raises is raised here. Cancelled, or ended by that, the events that come after it are kept for
+        another `follow`, or for iteration.
+
+        Raises:
+            EngineLostError: the replica is gone.
+        """
+        if self._outcome is not None:
+            return await self._outcome
+        while not self._events.empty():
+            event = await self.__anext__()  # which is there: nothing waits
+            take(event)
+            if self._is_over:
+                return event
+        self._followed = asyncio.get_running_loop().create_future()
+        self._take = take
+        try:
+            return await self._followed
+        finally:
+            self._take = self._followed = None
+
     def deliver(self, item: TokenEvent | EngineLostError) -> None:
         """Called by the client's receive loop."""
-        self._events.put_nowait(item)
+        take, followed = self._take, self._followed
+        if take is None or followed is None or followed.done():
+            self._events.put_nowait(item)
+            return
+        if isinstance(item, EngineLostError):
+            self._is_over, self._outcome = True, followed
+            followed.set_exception(item)
+            return
+        try:
+            take(item)
+        except Exception as error:  # noqa: BLE001 - the follower's own, not the receive loop's
+            followed.set_exception(error)
+            return
+        if item.usage is not None:
+            self._is_over, self._outcome = True, followed
+            followed.set_result(item)
 
     def refuse(self, error: EngineError) -> None:
         """Called by the client: the request was never accepted, or the replica is gone."""

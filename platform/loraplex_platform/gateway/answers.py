@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -70,6 +70,28 @@ class WholeChoice:
         return cls(TextPiece(text, [token for piece in pieces for token in piece.tokens]), reason)
 
 
+# The text of a frame that stands for any other; nobody who names a model can know it.
+_MARK = uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    """A frame but for its text, encoded once: what is before the text and behind it."""
+
+    before: bytes
+    behind: bytes
+
+    @classmethod
+    def of(cls, marked: bytes) -> _Envelope:
+        """Of a frame whose text is `_MARK`."""
+        before, behind = marked.split(encode_json(_MARK))
+        return cls(before, behind)
+
+    def around(self, text: str) -> bytes:
+        """The frame with this text."""
+        return self.before + encode_json(text) + self.behind
+
+
 class Answer(Protocol):
     """How an endpoint shows a completion. Each frame is the JSON of one `data:` line."""
 
@@ -106,6 +128,7 @@ class ChatAnswer:
     ) -> None:
         self._head = head
         self._token_bytes = token_bytes
+        self._envelopes: dict[int, _Envelope] = {}  # by choice
         # By choice; empty without tools.
         self._calls: list[ChoiceCalls] = []
         if tools is not None:
@@ -124,6 +147,8 @@ class ChatAnswer:
 
     def frame(self, index: int, piece: TextPiece) -> bytes | None:
         """A piece of content, or of calls."""
+        if not self._calls and self._head.num_top_logprobs is None:
+            return self._plain(index, piece.text)
         delta = Delta(content=piece.text)
         if self._calls:
             pushed = self._calls[index].push(piece.text)
@@ -178,6 +203,13 @@ class ChatAnswer:
             )
         )
 
+    def _plain(self, index: int, text: str) -> bytes:
+        envelope = self._envelopes.get(index)
+        if envelope is None:
+            choice = ChunkChoice(index=index, delta=Delta(content=_MARK))
+            envelope = self._envelopes[index] = _Envelope.of(self._chunk(choice))
+        return envelope.around(text)
+
     def _chunk(self, choice: ChunkChoice | None, usage: UsageReport | None = None) -> bytes:
         shown: UsageReport | UnsetType | None = usage if self._head.includes_usage else UNSET
         return encode_json(
@@ -215,6 +247,7 @@ class CompletionAnswer:
     def __init__(self, head: AnswerHead, token_bytes: TokenBytes) -> None:
         self._head = head
         self._token_bytes = token_bytes
+        self._envelopes: dict[int, _Envelope] = {}  # by choice
 
     def first_frames(self) -> Iterator[bytes]:
         """Nothing: there is no role."""
@@ -222,6 +255,12 @@ class CompletionAnswer:
 
     def frame(self, index: int, piece: TextPiece) -> bytes | None:
         """A piece of text."""
+        if self._head.num_top_logprobs is None:
+            envelope = self._envelopes.get(index)
+            if envelope is None:
+                marked = self._completion([self._choice(index, TextPiece(_MARK), None)], None)
+                envelope = self._envelopes[index] = _Envelope.of(marked)
+            return envelope.around(piece.text)
         return self._completion([self._choice(index, piece, None)], None)
 
     def end_frames(self, index: int, reason: FinishReasonText) -> Iterator[bytes]:

@@ -45,6 +45,8 @@ class Choice:
     def take(self, event: TokenEvent) -> TextPiece:
         """Count the event's tokens; return the text that they release."""
         self.num_observed += len(event.token_ids)
+        if event.logprobs is None and self.text.is_plain:
+            return self._take_plain(event)
         piece = TextPiece()
         for position, token_id in enumerate(event.token_ids):
             if self.text.is_stopped:
@@ -56,4 +58,14 @@ class Choice:
             else:
                 logprobs = None if event.logprobs is None else event.logprobs[position]
                 piece.extend(self.text.push(token_id, logprobs))
+        return piece
+
+    def _take_plain(self, event: TokenEvent) -> TextPiece:
+        """Nothing can end the text but the event itself: all its tokens in one go."""
+        ids = event.token_ids
+        is_stop = bool(ids) and event.finish_reason == "stop" and event.stop_token_id == ids[-1]
+        if not is_stop or self.shows_stop:
+            return TextPiece(self.text.push_plain(ids))
+        piece = TextPiece(self.text.push_plain(ids[:-1]))
+        self.text.count()
         return piece

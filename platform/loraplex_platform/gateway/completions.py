@@ -423,32 +423,34 @@ async def _build(
 async def _chunks(
     pump: Pump, answer: Answer, first: PumpEvent | None, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream."""
+    """The frames of a stream: what has come meanwhile goes out in one piece."""
     has_begun = False
-    event = first
+    events = [] if first is None else [first]
     while True:
-        if not (has_begun or event is None or isinstance(event, Failed)):
-            has_begun = True
-            for json in answer.first_frames():
-                yield frame(json)
-        match event:
-            case ChoicePiece():
-                shown = answer.frame(event.index, event.piece)
-                if shown is not None:
-                    yield frame(shown)
-            case ChoiceEnded():
-                for json in answer.end_frames(event.index, event.reason):
-                    yield frame(json)
-            case Finished():
-                for json in answer.last_frames(event.usage):
-                    yield frame(json)
-                yield DONE
-                return
-            case Failed():
-                if not isinstance(event.error, AbandonedError):
-                    yield frame(envelope(event.error, request_id))
-                return
-        event = await pump.next_event()
+        frames: list[bytes] = []
+        for event in events:
+            if not (has_begun or isinstance(event, Failed)):
+                has_begun = True
+                frames += map(frame, answer.first_frames())
+            match event:
+                case ChoicePiece():
+                    shown = answer.frame(event.index, event.piece)
+                    if shown is not None:
+                        frames.append(frame(shown))
+                case ChoiceEnded():
+                    frames += map(frame, answer.end_frames(event.index, event.reason))
+                case Finished():
+                    frames += map(frame, answer.last_frames(event.usage))
+                    yield b"".join((*frames, DONE))
+                    return
+                case Failed():
+                    if not isinstance(event.error, AbandonedError):
+                        frames.append(frame(envelope(event.error, request_id)))
+                    yield b"".join(frames)
+                    return
+        if frames:
+            yield b"".join(frames)
+        events = await pump.next_events()
 
 
 def _system_fingerprint(model_fingerprint: str, revision: str) -> str:

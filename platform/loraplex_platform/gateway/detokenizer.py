@@ -93,9 +93,25 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; empty while a character is unfinished."""
+        return self._decode(self._bytes_of(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same for several tokens, one after the other."""
+        return self._decode(b"".join(map(self._bytes_of, token_ids)))
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._shown_ids:
-            return self._decoder.decode(self._token_bytes.label(token_id).encode())
-        return self._decoder.decode(self._token_bytes.text_bytes(token_id))
+            return self._token_bytes.label(token_id).encode()
+        return self._token_bytes.text_bytes(token_id)
+
+    def _decode(self, data: bytes) -> str:
+        if not self._decoder.buffer:
+            # Whole characters, as nearly always: the incremental decoder is Python, this is not.
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        return self._decoder.decode(data)
 
     @property
     def has_pending(self) -> bool:

@@ -50,23 +50,71 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything; `receive` belongs to whoever watches for the client's going."""
-        following: asyncio.Future[bytes | None] | None = None
+        pings = _Pings(send, self._ping_interval_s)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while True:
-                if following is None:
-                    following = asyncio.ensure_future(anext(self._chunks, None))
-                done, _ = await asyncio.wait({following}, timeout=self._ping_interval_s)
-                chunk = following.result() if done else PING
-                if done:
-                    following = None
-                if chunk is None:
-                    break
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            pings.start()
+            async for chunk in self._chunks:
+                if chunk:
+                    pings.is_sending = True
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    pings.note_sent()
+            await pings.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._on_end()
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+            await pings.stop()
             await self._chunks.aclose()
+
+
+class _Pings:
+    """Sends a ping whenever nothing was sent for `interval_s`.
+
+    One timer for the whole stream, which looks now and then how long ago that was: a chunk costs no timer.
+    """
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self.is_sending = False  # a chunk is on its way, perhaps to a client that reads slowly
+        self._send = send
+        self._interval_s = interval_s
+        self._sent_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._ping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """The clock runs from now on."""
+        self.note_sent()
+        self._wait(self._interval_s)
+
+    def note_sent(self) -> None:
+        """A chunk is out."""
+        self.is_sending = False
+        self._sent_s = asyncio.get_running_loop().time()
+
+    async def stop(self) -> None:
+        """No more pings; one that is stuck is given up."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ping is not None:
+            ping, self._ping = self._ping, None
+            ping.cancel()
+            # What broke it breaks the next chunk, too.
+            await asyncio.gather(ping, return_exceptions=True)
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        idle_s = asyncio.get_running_loop().time() - self._sent_s
+        # Timers have a resolution: one that fires early by less than it is not made to wait again.
+        if idle_s < self._interval_s - 0.001:
+            self._wait(self._interval_s - idle_s)
+            return
+        if not self.is_sending and (self._ping is None or self._ping.done()):
+            self._ping = asyncio.ensure_future(self._send_ping())
+        self._wait(self._interval_s)
+
+    async def _send_ping(self) -> None:
+        await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+        self._sent_s = asyncio.get_running_loop().time()

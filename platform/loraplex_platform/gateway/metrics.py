@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class InterTokenTimes(Collector):
+    """A histogram by endpoint that is made to be written for every token and read now and then.
+
+    One thread writes; a reader may see an observation's count before its sum.
+    """
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(buckets)
+        self._counts: dict[str, list[int]] = {}  # per bucket, not cumulated; the last: beyond all
+        self._sums: dict[str, float] = {}
+
+    def observe(self, endpoint: str, seconds: float, count: int = 1) -> None:
+        """Note `count` times of so many seconds each."""
+        counts = self._counts.get(endpoint)
+        if counts is None:
+            self._sums[endpoint] = 0.0
+            counts = self._counts[endpoint] = [0] * (len(self._bounds) + 1)
+        counts[bisect_left(self._bounds, seconds)] += count
+        self._sums[endpoint] += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["endpoint"])
+        labels = [*map(floatToGoString, self._bounds), "+Inf"]
+        for endpoint, counts in list(self._counts.items()):
+            buckets = list(zip(labels, map(float, accumulate(counts)), strict=True))
+            family.add_metric([endpoint], buckets, self._sums[endpoint])
+        yield family
 
 
 class GatewayMetrics:
@@ -27,13 +66,12 @@ class GatewayMetrics:
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = InterTokenTimes(
             "loraplex:inter_token_latency_seconds",
             "Between the arrivals of two tokens of a request.",
-            ["endpoint"],
             buckets=_STEP_BUCKETS,
-            registry=self.registry,
         )
+        self.registry.register(self.inter_token_latency)
         self.e2e_latency = Histogram(
             "loraplex:e2e_request_latency_seconds",
             "From the arrival of a request to its end, whatever the end.",

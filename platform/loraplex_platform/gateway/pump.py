@@ -47,6 +47,7 @@ from loraplex_platform.gateway.job import (
     PumpEvent,
     Started,
 )
+from loraplex_platform.gateway.mailbox import Mailbox
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
@@ -72,7 +73,7 @@ class Pump:
     router: Router
     token_bytes: TokenBytes
     metrics: GatewayMetrics
-    events: asyncio.Queue[PumpEvent] = field(default_factory=asyncio.Queue)
+    events: Mailbox[PumpEvent] = field(default_factory=Mailbox)
     lease_token: int | None = None
     is_over: bool = False
     _choices: list[Choice] = field(init=False)
@@ -92,6 +93,10 @@ class Pump:
     async def next_event(self) -> PumpEvent:
         """The next thing to tell the client; the last one is `Finished` or `Failed`."""
         return await self.events.get()
+
+    async def next_events(self) -> list[PumpEvent]:
+        """All there is to tell, at least one."""
+        return await self.events.get_all()
 
     def abandon(self) -> None:
         """The client is gone: abort, bill what was generated. After the end: no-op."""
@@ -252,14 +257,10 @@ class Pump:
         """Relay events until the terminal one."""
         if self._stream is None:
             raise RuntimeError("not dispatched")
-        try:
-            async for event in self._stream:
-                self._take(event)
-                if event.usage is not None:
-                    return self._ended_by(event, event.usage)
-        except EngineLostError:
-            pass
-        # Lost, or a stream that ended without a terminal event, which is the same to us.
+        with contextlib.suppress(EngineLostError):
+            event = await self._stream.follow(self._take)
+            if event.usage is not None:  # else without an account, which is as if it were lost
+                return self._ended_by(event, event.usage)
         if self._has_all_text:
             return self._completed(self._observed_usage(), "observed")
         lost = EngineLostMidwayError(
@@ -418,8 +419,7 @@ class Pump:
             )
         if choice.last_token_s is not None:
             gap_s = (now_s - choice.last_token_s) / num_tokens
-            for _ in range(num_tokens):
-                self.metrics.inter_token_latency.labels(self.job.endpoint).observe(gap_s)
+            self.metrics.inter_token_latency.observe(self.job.endpoint, gap_s, num_tokens)
         choice.last_token_s = now_s
 
 

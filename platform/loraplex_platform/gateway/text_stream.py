@@ -89,6 +89,16 @@ class TextStream:
         self._num_shown = 0
         self.num_tokens = 0
         self.is_stopped = False  # a stop string completed, with token number `num_tokens`
+        # Nothing in the text ends it: what is decoded is shown.
+        self.is_plain = not any(stops) and one_call is None
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """Take output tokens without log-probabilities, where `is_plain`; the text that they complete."""
+        self.num_tokens += len(token_ids)
+        text = self._detokenizer.push_all(token_ids)
+        self._num_decoded += len(text)
+        self._num_shown += len(text)
+        return text
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> TextPiece:
         """Take one output token; an end token goes to `count`. Nothing after `is_stopped`."""

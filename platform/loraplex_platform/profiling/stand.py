@@ -57,7 +57,7 @@ from loraplex_platform.settings import GatewaySettings
 
 _WARM_STEPS = 20
 _NOBODY = UUID(int=0)
-_RECEIVE, _DETOKENIZE = "receive", "detokenize"
+_RECEIVE, _DETOKENIZE, _STREAM = "receive", "detokenize", "stream"
 
 
 class GatewayProfileError(PlatformError):
@@ -180,7 +180,7 @@ class _Stand:
                 server = make_server(_app(gateway))
                 serving = asyncio.create_task(server.serve(sockets=[listener]))
                 try:
-                    num_bytes = await self._world(address, listener.getsockname()[1], client)
+                    num_bytes = await self._world(address, listener.getsockname()[1])
                 finally:
                     server.should_exit = True
                     await serving
@@ -209,7 +209,7 @@ class _Stand:
             pump=_UnbookedPump,
         )
 
-    async def _world(self, address: str, port: int, client: EngineClient) -> int:
+    async def _world(self, address: str, port: int) -> int:
         flags = {
             "--engine": address,
             "--port": port,
@@ -234,11 +234,8 @@ class _Stand:
     @contextlib.contextmanager
     def _seams(self) -> Iterator[None]:
         """Notice the first and the last step that count; of a timed run, what parts take."""
-        decode, take_frames, take = (
-            engine_client.decode_from_engine,
-            EngineClient._take_frames,
-            Choice.take,
-        )
+        decode = engine_client.decode_from_engine
+        take_frames, pump_take, take = EngineClient._take_frames, Pump._take, Choice.take
         clock = self._clock
 
         def noticing(frame: bytes) -> EngineMessage:
@@ -250,12 +247,14 @@ class _Stand:
         engine_client.decode_from_engine = noticing
         if clock is not None:
             EngineClient._take_frames = _timed_sync(clock, take_frames)  # type: ignore[method-assign]
+            Pump._take = clock.timed(_STREAM, pump_take)  # type: ignore[method-assign]
             Choice.take = clock.timed(_DETOKENIZE, take)  # type: ignore[method-assign]
         try:
             yield
         finally:
             engine_client.decode_from_engine = decode
             EngineClient._take_frames = take_frames  # type: ignore[method-assign]
+            Pump._take = pump_take  # type: ignore[method-assign]
             Choice.take = take  # type: ignore[method-assign]
 
     def _note(self, step_id: int) -> None:

@@ -437,7 +437,7 @@ async def test_a_bug_while_generating_is_absorbed(
     def explode(*_: Any) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr("loraplex_platform.gateway.text_stream.TextStream.push", explode)
+    monkeypatch.setattr("loraplex_platform.gateway.text_stream.TextStream.push_plain", explode)
     stand.engine.script = _SLOW
 
     with pytest.raises(openai.InternalServerError) as caught:

@@ -64,8 +64,8 @@ class _SpokenPump:
     def __init__(self, events: list[PumpEvent]) -> None:
         self._events = iter(events[1:])
 
-    async def next_event(self) -> PumpEvent:
-        return next(self._events)
+    async def next_events(self) -> list[PumpEvent]:
+        return [next(self._events)]
 
 
 def told(num_choices: int, *, logprobs: bool = False) -> list[PumpEvent]:
