@@ -6,13 +6,15 @@ same folders.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-RANKS = (8, 16, 32, 64)
+_VERSION = 1  # of the content: another number, other files in the cache
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -62,3 +64,22 @@ def write(folder: Path, model_dir: Path, *, rank: int, seed: int, base_name: str
         )
     )
     return folder
+
+
+def fleet(
+    cache: Path, model_dir: Path, names_and_ranks: Iterable[tuple[str, int]], *, base_name: str
+) -> Path:
+    """A folder that holds these adapters by name; those that are not in the cache are written.
+
+    The same names give the same tensors: an adapter's seed is its name.
+    """
+    key = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()[:12]
+    root = cache / f"adapters-{_VERSION}-{key}"
+    for name, rank in names_and_ranks:
+        folder = root / name
+        if not folder.exists():
+            part = root / f"{name}.part"
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+            write(part, model_dir, rank=rank, seed=seed, base_name=base_name)
+            part.rename(folder)
+    return root

@@ -3,7 +3,8 @@
     python -m bench.load --url http://127.0.0.1:8000 --api-key KEY --workload w.jsonl --concurrency 16
 
 Streams every request (`/v1/completions`, temperature 0, `ignore_eos`), keeps `concurrency` in flight,
-and prints one JSON object: TTFT and inter-token p50/p95 (seconds), output tokens/s, errors.
+and prints one JSON object: TTFT and inter-token p50/p95 (seconds), output tokens/s, errors. All servers
+of `make bench` are asked by this code, so their times compare.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,40 @@ import httpx
 
 from bench import workload
 
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 3600.0  # between two tokens; a replay's own limit ends it before
+NOT_FINISHED = "not finished within the limit"
+
+OnDone = Callable[[int], None]  # requests done so far
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and how it wants to be asked."""
+
+    url: str
+    api_keys: Mapping[str, str] = field(default_factory=dict)  # by tenant; "" for all others
+    has_ignore_eos: bool = True
+    # Per model, what is sent besides: llama.cpp chooses adapters by a field, not by the model's name.
+    extra: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    def headers(self, item: workload.WorkItem) -> dict[str, str]:
+        """Of this request."""
+        key = self.api_keys.get(item.tenant, self.api_keys.get(""))
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def body(self, item: workload.WorkItem) -> dict[str, Any]:
+        """Of this request."""
+        asked: dict[str, Any] = {
+            "model": item.model,
+            "prompt": item.prompt,
+            "max_tokens": item.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.has_ignore_eos:
+            asked["ignore_eos"] = True
+        return asked | self.extra.get(item.model, {})
 
 
 @dataclass(slots=True)
@@ -31,28 +66,30 @@ class Sample:
 
     item_id: int
     started: float
+    prompt_tokens: int = 0
+    asked_tokens: int = 0
     token_times: list[float] = field(default_factory=list)
     completion_tokens: int = 0
     ended: float = 0.0
     error: str | None = None
 
+    @property
+    def received_tokens(self) -> int:
+        """Tokens that came, also of a request that was cut off: then one a frame, as servers send them."""
+        return self.completion_tokens if self.error is None else len(self.token_times)
 
-async def _one(
-    client: httpx.AsyncClient, item: workload.WorkItem, *, has_ignore_eos: bool
-) -> Sample:
-    sample = Sample(item.id, time.perf_counter())
-    body: dict[str, Any] = {
-        "model": item.model,
-        "prompt": item.prompt,
-        "max_tokens": item.max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if has_ignore_eos:
-        body["ignore_eos"] = True
+
+def _has_token(choice: Mapping[str, Any]) -> bool:
+    """Not so of a last frame that only says why it ends; a token may have no text of its own yet."""
+    return bool(choice.get("text")) or choice.get("finish_reason") is None
+
+
+async def _one(client: httpx.AsyncClient, target: Target, item: workload.WorkItem) -> Sample:
+    sample = Sample(item.id, time.perf_counter(), len(item.prompt), item.max_tokens)
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream(
+            "POST", "/v1/completions", json=target.body(item), headers=target.headers(item)
+        ) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 sample.error = f"HTTP {response.status_code}: {text[:200]}"
@@ -70,65 +107,93 @@ async def _one(
                     return sample
                 if frame.get("usage"):
                     sample.completion_tokens = frame["usage"]["completion_tokens"]
-                if frame["choices"]:
+                if any(map(_has_token, frame["choices"])):
                     sample.token_times.append(time.perf_counter())
             if not is_done:
                 sample.error = "stream ended without [DONE]"
-    except httpx.HTTPError as error:
+            elif sample.completion_tokens != item.max_tokens:
+                sample.error = (
+                    f"{sample.completion_tokens} tokens came, {item.max_tokens} were asked for"
+                )
+    except (httpx.HTTPError, ValueError, KeyError) as error:
         sample.error = f"{type(error).__name__}: {error}"
+    except asyncio.CancelledError:
+        sample.error = NOT_FINISHED
     finally:
         sample.ended = time.perf_counter()
     return sample
 
 
 async def replay(
-    url: str,
-    api_key: str,
-    items: list[workload.WorkItem],
+    target: Target,
+    items: Sequence[workload.WorkItem],
     *,
     concurrency: int,
-    has_ignore_eos: bool = True,
+    limit_s: float | None = None,
+    on_done: OnDone | None = None,
 ) -> list[Sample]:
-    """Run every item, at most `concurrency` at a time, in order of the file."""
+    """Run every item, at most `concurrency` at a time, in order of the file.
+
+    After `limit_s` seconds what runs is cut off and counts as an error; what had not begun is not begun.
+    """
     limits = httpx.Limits(max_connections=concurrency + 4)
-    gate = asyncio.Semaphore(concurrency)
-    headers = {"Authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=_TIMEOUT_S, limits=limits
-    ) as client:
+    waiting = list(reversed(items))
+    samples: list[Sample] = []
+    async with httpx.AsyncClient(base_url=target.url, timeout=_TIMEOUT_S, limits=limits) as client:
 
-        async def run(item: workload.WorkItem) -> Sample:
-            async with gate:
-                return await _one(client, item, has_ignore_eos=has_ignore_eos)
+        async def work() -> None:
+            while waiting:
+                sample = await _one(client, target, waiting.pop())
+                samples.append(sample)
+                if sample.error == NOT_FINISHED:
+                    return
+                if on_done is not None:
+                    on_done(len(samples))
 
-        return list(await asyncio.gather(*(run(item) for item in items)))
+        workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(items)))]
+        _, late = await asyncio.wait(workers, timeout=limit_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*workers)
+    return samples
 
 
-def _quantile(values: list[float], q: float) -> float | None:
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """The value below which a share `q` of them lies; None of nothing."""
     if not values:
         return None
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def summarise(samples: list[Sample]) -> dict[str, Any]:
-    """Figures over all samples; the clock runs from the first start to the last end."""
+def summarise(samples: Sequence[Sample], num_items: int | None = None) -> dict[str, Any]:
+    """Figures over all samples; the clock runs from the first start to the last end.
+
+    Args:
+        num_items: requests of the file, if it was cut off before all had begun.
+    """
     good = [s for s in samples if s.error is None]
+    num_items = len(samples) if num_items is None else num_items
     wall_s = max(s.ended for s in samples) - min(s.started for s in samples)
-    tokens = sum(s.completion_tokens for s in good)
-    ttft = [s.token_times[0] - s.started for s in good if s.token_times]
+    tokens = sum(s.received_tokens for s in samples)
+    prompt_tokens = sum(s.prompt_tokens for s in samples if s.token_times)
+    ttft = [s.token_times[0] - s.started for s in samples if s.token_times]
     gaps = [b - a for s in good for a, b in zip(s.token_times, s.token_times[1:], strict=False)]
+    is_cut = any(s.error == NOT_FINISHED for s in samples) or len(samples) < num_items
     return {
-        "requests": len(samples),
-        "errors": len(samples) - len(good),
+        "requests": num_items,
+        "errors": num_items - len(good),
         "error_examples": sorted({s.error for s in samples if s.error})[:3],
+        "is_cut": is_cut,
         "wall_s": wall_s,
         "output_tokens": tokens,
         "output_tokens_per_s": tokens / wall_s,
-        "ttft_p50_s": _quantile(ttft, 0.5),
-        "ttft_p95_s": _quantile(ttft, 0.95),
-        "inter_token_p50_s": _quantile(gaps, 0.5),
-        "inter_token_p95_s": _quantile(gaps, 0.95),
+        "prompt_tokens": prompt_tokens,
+        "prompt_tokens_per_s": prompt_tokens / wall_s,
+        "ttft_p50_s": quantile(ttft, 0.5),
+        "ttft_p95_s": quantile(ttft, 0.95),
+        "inter_token_p50_s": quantile(gaps, 0.5),
+        "inter_token_p95_s": quantile(gaps, 0.95),
         "e2e_mean_s": statistics.fmean(s.ended - s.started for s in good) if good else None,
     }
 
@@ -148,15 +213,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     items = workload.read(args.workload)
-    samples = asyncio.run(
-        replay(
-            args.url,
-            args.api_key,
-            items,
-            concurrency=args.concurrency,
-            has_ignore_eos=not args.no_ignore_eos,
-        )
-    )
+    target = Target(args.url, {"": args.api_key}, has_ignore_eos=not args.no_ignore_eos)
+    samples = asyncio.run(replay(target, items, concurrency=args.concurrency))
     text = json.dumps(summarise(samples), indent=2)
     print(text)
     if args.out:

@@ -1,254 +1,361 @@
-"""`make bench`: Loraplex against transformers + PEFT, alternating in one run, as one table.
+"""`make bench`: Loraplex and its peers on the same workload files, in turns, as tables, JSON and a chart.
 
-Starts `loraplex up` on a data directory of its own, uploads 16 adapters of mixed rank, and replays one
-workload (64 requests, 16 to 256 prompt tokens, 64 output tokens, 16 adapters and the base, 16 in
-flight). Each round runs Loraplex, then each peer, so that all see the same drift of the machine; the
-table shows medians over rounds and ratios round by round. The server idles while a peer runs.
+Each round takes every workload to every contender, one after the other, ours first in odd rounds and last in
+even ones; each replay is a process tree of its own. A contender that cannot be had or fails gets a row with
+the reason, and the bench goes on. Results are saved after each replay. bench/suite.py says what the workloads
+are, bench/peers/ how each peer is set up. The first run installs and builds peers (about twenty minutes on two
+cores, some gigabytes, in <cache>/peers); later ones find them there.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import re
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import psutil
+from loraplex_engine.threads import usable_cpus
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import adapters, load, workload
+from bench import adapters, report, scale, suite, workload
+from bench.peers import all_contenders
+from bench.peers.base import Contender, Place, UnavailableError
+from bench.peers.names import OURS
+from bench.processes import StartError
 
-_START_TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 60.0
-_TABLE_WIDTH = 120  # in a file; a terminal knows its own
-_PEERS = {
-    "one": "transformers + PEFT, one at a time",
-    "batch": "transformers + PEFT, padded batches of 16",
-}
-
-
-def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit(f"`loraplex up` ended with {process.returncode}; see its output above")
-        if path.exists():
-            demo: dict[str, Any] = json.loads(path.read_text())
-            if demo.get("pid") == process.pid:
-                return demo
-        time.sleep(0.2)
-    raise SystemExit(f"`loraplex up` was not ready within {_START_TIMEOUT_S:.0f} s")
+_SCHEMA = 1
+_OUT = Path("bench/results/latest.json")
+_ROOFLINE_LIMIT_S = 600
+_QUICK_LIMIT_S = 240.0
+_LIMIT_S = 1200.0
 
 
-@contextlib.contextmanager
-def _running(data_dir: Path, model_dir: Path, extra: list[str]) -> Iterator[dict[str, Any]]:
-    """A product of our own on free ports; yields demo.json's content."""
-    command = [sys.executable, "-m", "loraplex_platform.cli", "up", "--demo", "--no-console"]
-    command += ["--data-dir", str(data_dir), "--model", str(model_dir)]
-    command += ["--gateway-port", "0", "--control-port", "0", *extra]
-    log = (data_dir.parent / "up.log").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield _wait_for(data_dir / "demo.json", process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(_STOP_TIMEOUT_S)
-        log.close()
-
-
-def _deploy(demo: dict[str, Any], folders: list[Path]) -> None:
-    """Upload every folder to the first demo tenant and deploy it under its own name."""
-    tenant = demo["tenants"][0]["id"]
-    headers = {"Authorization": f"Bearer {demo['admin_key']}"}
-    base = f"{demo['control_url']}/admin/v1/tenants/{tenant}"
-    with httpx.Client(headers=headers, timeout=120.0) as client:
-        for folder in folders:
-            with (
-                (folder / "adapter_config.json").open("rb") as config,
-                (folder / "adapter_model.safetensors").open("rb") as tensors,
-            ):
-                reply = client.post(
-                    f"{base}/adapters",
-                    data={"name": folder.name},
-                    files={"adapter_config": config, "adapter_model": tensors},
-                )
-            reply.raise_for_status()
-            version_id = reply.json()["version"]["id"]
-            client.put(
-                f"{base}/deployments/{folder.name}", json={"version_id": version_id}
-            ).raise_for_status()
-
-
-def _peak_rss_gib(demo: dict[str, Any]) -> float | None:
-    """Peak resident memory of the engine, from the kernel's high-water mark."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            command = entry.read_bytes().split(b"\0")
-            if b"loraplex_engine.server" not in command:
-                continue
-            if _has_ancestor(entry.parent, demo["pid"]):
-                status = (entry.parent / "status").read_text()
-                return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**20  # type: ignore[index]
-    return None
-
-
-def _has_ancestor(proc: Path, pid: int) -> bool:
-    current = int(proc.name)
-    while current > 1:
-        if current == pid:
-            return True
-        fields = (Path("/proc") / str(current) / "stat").read_text().rsplit(")", 1)[1].split()
-        current = int(fields[1])
-    return False
-
-
-def _peer(mode: str, args: argparse.Namespace, scratch: Path, dtype: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.peers", "--mode", mode, "--dtype", dtype]
-    command += ["--model-dir", str(args.model), "--adapters", str(scratch / "adapters")]
-    command += ["--workload", str(scratch / "workload.jsonl")]
-    command += ["--num-requests", str(args.one_requests if mode == "one" else args.batch_requests)]
-    done = subprocess.run(command, check=True, capture_output=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def _has_fast_bf16() -> bool:
-    """True where the CPU multiplies bf16 natively: peers then run bf16, as we do."""
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _median(rounds: list[dict[str, Any]], key: str) -> float | None:
-    values = [r[key] for r in rounds if r.get(key) is not None]
-    return statistics.median(values) if values else None
-
-
-def _table(ours: list[dict[str, Any]], peers: dict[str, list[dict[str, Any]]]) -> Table:
-    table = Table(
-        title="64 requests, 16-256 prompt + 64 output tokens, 16 adapters + base, 16 in flight"
+def _parse(contenders: Sequence[Contender]) -> argparse.Namespace:
+    peers = [contender.name for contender in contenders if contender.name != OURS]
+    cache = Path(os.environ.get("LORAPLEX_CACHE_DIR") or "~/.cache/loraplex").expanduser()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    for column in (
-        "server",
-        "output tok/s",
-        "ratio to ours",
-        "TTFT p50 / p95 s",
-        "ITL p50 / p95 ms",
-        "peak RSS GiB",
-    ):
-        table.add_column(column)
 
-    def cell(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
-        return "-" if value is None else f"{value * scale:.{digits}f}"
+    def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            if text in {"all", "none"}:
+                return list(known) if text == "all" else []
+            names = text.split(",")
+            for name in names:
+                if name not in known:
+                    raise argparse.ArgumentTypeError(
+                        f"{name!r} is not one of {', '.join(known)} (or all, or none)"
+                    )
+            return names
 
-    table.add_row(
-        "loraplex (over HTTP, streaming)",
-        cell(_median(ours, "output_tokens_per_s"), digits=1),
-        "1.00",
-        f"{cell(_median(ours, 'ttft_p50_s'))} / {cell(_median(ours, 'ttft_p95_s'))}",
-        f"{cell(_median(ours, 'inter_token_p50_s'), 1e3, 0)} / {cell(_median(ours, 'inter_token_p95_s'), 1e3, 0)}",
-        cell(_median(ours, "peak_rss_gib")),
+        return parse
+
+    defaults = [name for name in suite.NAMES if name != suite.SCALE]
+    parser.add_argument(
+        "--workload",
+        type=names_of(suite.NAMES),
+        default=defaults,
+        metavar="A,B",
+        help=f"of {', '.join(suite.NAMES)}; all: every one. Default: all but scale",
     )
-    for mode, rounds in peers.items():
-        ratios = [
-            o["output_tokens_per_s"] / p["output_tokens_per_s"]
-            for o, p in zip(ours, rounds, strict=True)
-        ]
-        table.add_row(
-            _PEERS[mode],
-            cell(_median(rounds, "output_tokens_per_s"), digits=1),
-            f"ours is {statistics.median(ratios):.2f}x",
-            "-",
-            "-",
-            cell(_median(rounds, "peak_rss_gib")),
-        )
-    return table
+    parser.add_argument(
+        "--peers",
+        type=names_of(peers),
+        default=peers,
+        metavar="A,B",
+        help=f"of {', '.join(peers)}; all or none. Default: all",
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="Default: 2")
+    parser.add_argument(
+        "--once",
+        type=names_of(peers),
+        default=[],
+        metavar="A,B",
+        help="peers that are measured in the first round only: slow ones",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        help=f"a replay is cut off after so long, and its speed until then counts. "
+        f"Default: {_LIMIT_S:.0f}; with --quick {_QUICK_LIMIT_S:.0f}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few requests, one round: does all of it work?"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="of ours, transformers and vLLM. Default: what the engine takes here",
+    )
+    parser.add_argument("--model", type=Path, default=cache / "models" / suite.BASE_MODEL)
+    parser.add_argument("--cache", type=Path, default=cache, help=f"Default: {cache}")
+    parser.add_argument("--out", type=Path, default=_OUT, help=f"JSON. Default: {_OUT}")
+    parser.add_argument("--chart", type=Path, help="SVG. Default: beside the JSON")
+    parser.add_argument(
+        "--logs", type=Path, help="keep logs and data there, not in a temporary folder"
+    )
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds must be 1 at least")
+    if not (args.model / "config.json").exists():
+        parser.error(f"--model {args.model} is no model folder: `make model` makes the default one")
+    if args.quick:
+        args.rounds = 1
+    args.limit_s = args.limit_s or (_QUICK_LIMIT_S if args.quick else _LIMIT_S)
+    args.chart = args.chart or args.out.with_suffix(".svg")
+    return args
 
 
 def main() -> None:
-    """Command line of `make bench`."""
-    default_model = Path(os.environ.get("LORAPLEX_CACHE_DIR", "~/.cache/loraplex")).expanduser()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=default_model / "models" / "smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--num-requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument(
-        "--one-requests", type=int, default=12, help="requests of the one-at-a-time peer"
-    )
-    parser.add_argument(
-        "--batch-requests", type=int, default=32, help="requests of the padded-batch peer"
-    )
-    parser.add_argument("--no-peers", action="store_true", help="measure Loraplex alone")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/latest.json"))
-    args = parser.parse_args()
-    console = Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
-    dtype = "bfloat16" if _has_fast_bf16() else "float32"
-    with tempfile.TemporaryDirectory(prefix="lpx-bench-") as folder:
-        scratch = Path(folder)
-        names = [f"bench-{idx:02d}" for idx in range(16)]
-        folders = [
-            adapters.write(
-                scratch / "adapters" / name,
-                args.model,
-                rank=adapters.RANKS[idx % len(adapters.RANKS)],
-                seed=idx,
-                base_name="smollm2-135m",
-            )
-            for idx, name in enumerate(names)
-        ]
-        items = workload.make(
-            args.model / "tokenizer.json",
-            [*names, "smollm2-135m"],
-            num_requests=args.num_requests,
-            min_prompt_tokens=16,
-            max_prompt_tokens=256,
-            max_tokens=64,
-            seed=0,
+    """Command line of `make bench`; exits 1 if a request to ours was not answered in full."""
+    contenders = all_contenders()
+    args = _parse(contenders)
+    chosen = [c for c in contenders if c.name == OURS or c.name in args.peers]
+    console = report.make_console()
+    with contextlib.ExitStack() as stack:
+        if args.logs is None:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lpx-bench-")))
+        else:
+            scratch = args.logs
+            scratch.mkdir(parents=True, exist_ok=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
         )
-        workload.write(items, scratch / "workload.jsonl")
-        ours: list[dict[str, Any]] = []
-        peers: dict[str, list[dict[str, Any]]] = {} if args.no_peers else {m: [] for m in _PEERS}
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("starting loraplex")
-            with _running(scratch / "data", args.model, []) as demo:
-                progress.update(task, description="uploading 16 adapters")
-                _deploy(demo, folders)
-                key = demo["tenants"][0]["api_key"]
-                for number in range(args.rounds):
-                    progress.update(task, description=f"round {number + 1}: loraplex")
-                    samples = asyncio.run(
-                        load.replay(demo["gateway_url"], key, items, concurrency=args.concurrency)
-                    )
-                    ours.append(load.summarise(samples) | {"peak_rss_gib": _peak_rss_gib(demo)})
-                    for mode, rounds in peers.items():
-                        progress.update(task, description=f"round {number + 1}: {_PEERS[mode]}")
-                        rounds.append(_peer(mode, args, scratch, dtype))
-    console.print(_table(ours, peers))
-    console.print(
-        f"peers in {dtype}; medians of {args.rounds} rounds; errors: {[r['errors'] for r in ours]}"
-    )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({"loraplex": ours, "peers": peers, "peer_dtype": dtype}, indent=2)
-    )
-    sys.exit(1 if any(r["errors"] for r in ours) else 0)
+        progress = stack.enter_context(Progress(*columns, console=console))
+        bench = Bench(args, chosen, scratch, console, progress)
+        bench.run()
+    report.print_report(bench.content, console)
+    report.write_chart(bench.content, args.chart)
+    console.print(f"written: {args.out}, {args.chart}")
+    sys.exit(1 if _has_failed(bench.content) else 0)
+
+
+def _has_failed(content: dict[str, Any]) -> bool:
+    ours = [run for run in content["runs"] if run["contender"] == OURS] + content["scale"]
+    return any("failed" in run or run["errors"] for run in ours)
+
+
+class Bench:
+    """One run of it; `content` is what the results file holds."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        contenders: Sequence[Contender],
+        scratch: Path,
+        console: Console,
+        progress: Progress,
+    ) -> None:
+        self._args = args
+        self._contenders = contenders
+        self._console = console
+        self._progress = progress
+        tokenizer = args.model / "tokenizer.json"
+        self._workloads = suite.make(args.workload, tokenizer, is_quick=args.quick)
+        self._has_scale = suite.SCALE in args.workload
+        models = {name for one in self._workloads for _, name in one.models}
+        models |= {suite.adapter_name(n) for n in range(scale.num_adapters(self._has_scale))}
+        self._task = progress.add_task("preparing", total=None)
+        ranks = {suite.adapter_name(n): suite.adapter_rank(n) for n in range(len(models))}
+        folder = adapters.fleet(
+            args.cache / "bench",
+            args.model,
+            [(name, ranks[name]) for name in sorted(models)],
+            base_name=suite.BASE_MODEL,
+        )
+        self._place = Place(
+            model_dir=args.model,
+            adapters_dir=folder,
+            cache=args.cache / "peers",
+            scratch=scratch,
+            dtype=args.dtype,
+            num_threads=usable_cpus(),
+            limit_s=args.limit_s,
+        )
+        self.content: dict[str, Any] = {
+            "schema": _SCHEMA,
+            "started_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(sys.argv[1:]),
+            "commit": _commit(),
+            "is_quick": args.quick,
+            "rounds": args.rounds,
+            "limit_s": args.limit_s,
+            "dtype": args.dtype,
+            "num_threads": self._place.num_threads,
+            "cpu": _cpu_name(),
+            "memory_gib": psutil.virtual_memory().total / 2**30,
+            "versions": {
+                "python": platform.python_version(),
+                **{n: importlib.metadata.version(n) for n in ("torch", "transformers", "peft")},
+            },
+            "machine": {},
+            "workloads": {},
+            "contenders": {
+                c.name: {"title": c.title, "cannot": list(c.cannot)} for c in contenders
+            },
+            "runs": [],
+            "scale": [],
+        }
+
+    def run(self) -> None:
+        """Everything, in order."""
+        self._measure_roofline()
+        ready = self._prepare()
+        plan = [
+            (number, one, contender)
+            for number in range(self._args.rounds)
+            for one in self._workloads
+            for contender in (ready if number % 2 == 0 else reversed(ready))
+            if contender.is_for(one) and (number == 0 or contender.name not in self._args.once)
+        ]
+        self._progress.update(self._task, total=len(plan), completed=0)
+        for number, one, contender in plan:
+            self._measure(number, one, contender)
+            self._progress.advance(self._task)
+        if self._has_scale:
+            self._scale(ready)
+
+    def _tell(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def _measure_roofline(self) -> None:
+        self._tell("measuring the machine")
+        command = [sys.executable, "-m", "bench.roofline", "--dtype", self._args.dtype]
+        command += ["--model-dir", str(self._args.model)]
+        command += ["--adapters", str(self._place.adapters_dir)]
+        for one in self._workloads:
+            file = self._place.scratch / f"{one.name}.jsonl"
+            workload.write(one.items, file)
+            command.append(f"{file}:{one.concurrency}")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_ROOFLINE_LIMIT_S
+        )
+        if done.returncode:
+            raise SystemExit(f"measuring the machine failed:\n{done.stderr[-1500:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        dtype = found["machine"]["gemm_dtype"]
+        self._place = replace(self._place, dtype=dtype)
+        self.content |= {"machine": found["machine"], "dtype": dtype}
+        for one in self._workloads:
+            self.content["workloads"][one.name] = {
+                "title": one.title,
+                "concurrency": one.concurrency,
+                "counts": one.counts,
+                "requests": len(one.items),
+                "prompt_tokens": sum(len(item.prompt) for item in one.items),
+                "output_tokens": sum(item.max_tokens for item in one.items),
+                "sha256": workload.digest(one.items),
+                "floor_s": found["floor_s"][one.name],
+            }
+
+    def _prepare(self) -> list[Contender]:
+        """Those that can run; the others' rows say why not."""
+        ready = []
+        for contender in self._contenders:
+            try:
+                contender.prepare(
+                    self._place,
+                    self._workloads,
+                    lambda text, title=contender.title: self._tell(f"{title}: {text}"),
+                )
+                ready.append(contender)
+            except (UnavailableError, StartError, OSError, subprocess.SubprocessError) as error:
+                for one in filter(contender.is_for, self._workloads):
+                    self._record(0, one, contender, {"failed": str(error)})
+        return ready
+
+    def _measure(self, number: int, one: suite.Workload, contender: Contender) -> None:
+        label = f"round {number + 1}, {one.name}, {contender.title}"
+        try:
+            figures = contender.replay(
+                self._place, one, lambda text: self._tell(f"{label}: {text}")
+            )
+        except (UnavailableError, StartError, OSError) as error:
+            figures = {"failed": str(error)}
+        self._record(number, one, contender, figures)
+
+    def _record(
+        self, number: int, one: suite.Workload, contender: Contender, figures: dict[str, Any]
+    ) -> None:
+        run = {"workload": one.name, "contender": contender.name, "round": number, **figures}
+        self.content["runs"].append(run)
+        if "failed" in figures:
+            said = str(figures["failed"])
+        else:
+            said = f"{figures[f'{one.counts}_tokens_per_s']:.1f} tok/s in {figures['wall_s']:.0f} s"
+            if figures["errors"]:
+                said += f", {figures['errors']} failed: {'; '.join(figures['error_examples'])}"
+        self._console.print(
+            f"round {number + 1}  {one.name:8} {contender.title}: {said}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._save()
+
+    def _scale(self, ready: Sequence[Contender]) -> None:
+        ours = next((c for c in ready if c.name == OURS), None)
+        if not isinstance(ours, scale.Ours):
+            return
+
+        def keep(cell: dict[str, Any]) -> None:
+            self.content["scale"].append(cell)
+            self._save()
+
+        scale.run(
+            ours,
+            self._place,
+            lambda text: self._tell(f"scale: {text}"),
+            keep,
+            is_quick=self._args.quick,
+        )
+
+    def _save(self) -> None:
+        out = self._args.out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(self.content, indent=1))
+        part.replace(out)
+
+
+def _commit() -> str | None:
+    """Of the checkout, with a mark if it has changes; None outside one."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

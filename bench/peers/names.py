@@ -1,0 +1,3 @@
+"""Names that results files use."""
+
+OURS = "loraplex"
