@@ -48,7 +48,7 @@ class NativeAttention:
             ValueError: a shape or dtype the kernel does not have.
             loraplex_kernels.cpu.build.NativeBuildError: no compiler here, or it failed.
         """
-        self._shape = shape
+        self.shape = shape
         self._block_size = block_size
         self.kernel = NativeAttentionKernel(
             num_heads=shape.num_heads,
@@ -65,11 +65,11 @@ class NativeAttention:
 
     def allocate_kv(self, num_blocks: int) -> Tensor:
         """(slots, 2 * kv_size); the kernel reads no slot that was not written."""
-        size = (num_blocks * self._block_size, 2 * self._shape.kv_size)
-        return torch.empty(size, dtype=self._shape.dtype)
+        size = (num_blocks * self._block_size, 2 * self.shape.kv_size)
+        return torch.empty(size, dtype=self.shape.dtype)
 
     def kv_bytes_per_block(self) -> int:
-        return self._block_size * self._shape.kv_bytes_per_token()
+        return self._block_size * self.shape.kv_bytes_per_token()
 
     def copy_blocks(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         by_block = kv.view(-1, self._block_size * kv.shape[1])
@@ -92,7 +92,7 @@ class NativeAttention:
     def rotate_and_write(
         self, qkv_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: Tensor, plan: NativePlan
     ) -> None:
-        shape = self._shape
+        shape = self.shape
         self._ops.rotate_and_write(
             qkv_TC,
             cos_T1D,
@@ -104,7 +104,7 @@ class NativeAttention:
         )
 
     def forward(self, qkv_TC: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
-        out_TC = qkv_TC.new_empty(qkv_TC.shape[0], self._shape.q_size)
+        out_TC = qkv_TC.new_empty(qkv_TC.shape[0], self.shape.q_size)
         if plan.num_tokens < qkv_TC.shape[0]:
             out_TC[plan.num_tokens :].zero_()
         self.kernel.forward(qkv_TC, out_TC, kv, plan.work)

@@ -208,7 +208,7 @@ def _expand(y_TN: Tensor, h_MR: Tensor, weights: TorchSite, group: _TorchGroup) 
 
 
 @dataclass(frozen=True, slots=True)
-class _NativeBatch:
+class NativeBatch:
     step: LoraStep
     is_active: npt.NDArray[np.bool_]  # by site number
     weights: tuple[NativeWeights, ...]  # keeps the memory alive that `step` points to
@@ -223,7 +223,7 @@ class NativeLora:
         self, pool: SlotWeights[NativeWeights], shape: ModelShape, kernel: LoraKernel
     ) -> None:
         self._pool = pool
-        self._kernel = kernel
+        self.kernel = kernel
         self._layouts = site_layouts(shape)
         self._max_inputs = max(layout.num_inputs for layout in self._layouts)
         self._embedding_index = embedding_index(shape)
@@ -233,8 +233,8 @@ class NativeLora:
             SliceOffsets.of(tuple(width for _, _, width in layout.slices))
             for layout in self._layouts
         ]
-        self._offset_addresses = [offsets.begins.ctypes.data for offsets in self._offsets]
-        self._prepared: _Prepared[_NativeBatch] = _Prepared()
+        self.slice_addresses = [offsets.begins.ctypes.data for offsets in self._offsets]
+        self._prepared: _Prepared[NativeBatch] = _Prepared()
 
     def prepare(
         self, slot_T: Int32Array, pool_version: int, *, of_head: bool = False
@@ -242,7 +242,7 @@ class NativeLora:
         """See `LoraBackend.prepare`."""
         return self._prepared.get(slot_T, pool_version, lambda: self._make_batch(slot_T))
 
-    def _make_batch(self, slot_T: Int32Array) -> _NativeBatch | None:
+    def _make_batch(self, slot_T: Int32Array) -> NativeBatch | None:
         groups = Groups.of(slot_T)
         if groups is None:
             return None
@@ -256,35 +256,35 @@ class NativeLora:
             num_threads=torch.get_num_threads(),
         )
         is_active = np.any([table["rank_total"] > 0 for table in tables], axis=0)
-        return _NativeBatch(step, is_active, weights)
+        return NativeBatch(step, is_active, weights)
 
     def add(self, y_TN: Tensor, x_TK: Tensor, layer: int, site: LoraSite, batch: LoraBatch) -> None:
         """See `LoraBackend.add`."""
-        assert isinstance(batch, _NativeBatch)
+        assert isinstance(batch, NativeBatch)
         site_index = SITE_INDEX[site]
         index = layer * len(SITES) + site_index
         if batch.is_active[index]:
-            self._kernel.add(y_TN, x_TK, self._offset_addresses[site_index], index, batch.step)
+            self.kernel.add(y_TN, x_TK, self.slice_addresses[site_index], index, batch.step)
 
     def add_embedding(self, y_TH: Tensor, token_T: Tensor, batch: LoraBatch) -> None:
         """See `LoraBackend.add_embedding`."""
-        assert isinstance(batch, _NativeBatch)
+        assert isinstance(batch, NativeBatch)
         if batch.is_active[self._embedding_index]:
-            self._kernel.embed(y_TH, token_T, self._embedding_index, batch.step)
+            self.kernel.embed(y_TH, token_T, self._embedding_index, batch.step)
 
     def adapts_head(self, batch: LoraBatch) -> bool:
         """See `LoraBackend.adapts_head`."""
-        assert isinstance(batch, _NativeBatch)
+        assert isinstance(batch, NativeBatch)
         return bool(batch.is_active[self._head_index])
 
     def add_head(self, y_RV: Tensor, x_RH: Tensor, batch: LoraBatch) -> None:
         """See `LoraBackend.add_head`."""
-        assert isinstance(batch, _NativeBatch)
+        assert isinstance(batch, NativeBatch)
         if not batch.is_active[self._head_index]:
             return
         if self._head_offsets.begins[-1] != y_RV.shape[1]:
             # The head computes no padding ids; B's rows for them are never read then.
             self._head_offsets = SliceOffsets.of((y_RV.shape[1],))
-        self._kernel.add(
+        self.kernel.add(
             y_RV, x_RH, self._head_offsets.begins.ctypes.data, self._head_index, batch.step
         )

@@ -10,8 +10,9 @@ is the business of its parts: linears, `ModelOps`, attention and LoRA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from loraplex_kernels.plans import Phase
@@ -37,6 +38,31 @@ class DecoderLayer:
     down: Linear
 
 
+class LayerCall(Protocol):
+    """Computes all layers at once, where it knows all of their parts."""
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        *,
+        layers: Sequence[DecoderLayer],
+        kv_layers: Sequence[Any],
+        attention: AttentionBackend[Any, Any],
+        plan: Any,  # noqa: ANN401 -- made by `attention.prepare`
+        lora: LoraBackend | None,
+        lora_batch: LoraBatch | None,
+    ) -> Tensor | None:
+        """Run the layers on embedded tokens, in place, with the bits of the decoder's own loop.
+
+        Returns:
+            (T, hidden) what is still to be added, which the next call overwrites. None: it does not know one of
+            these parts, and nothing was done.
+        """
+        ...
+
+
 class Decoder:
     """A loaded model."""
 
@@ -52,6 +78,7 @@ class Decoder:
         rotary: RotaryTable,
         ops: ModelOps,
         linear_name: str,
+        layer_call: LayerCall | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -62,6 +89,7 @@ class Decoder:
         self._embedding_VH = embedding_VH
         self._final_norm = final_norm
         self._rotary = rotary
+        self._layer_call = layer_call
 
     @property
     def device(self) -> torch.device:
@@ -99,12 +127,45 @@ class Decoder:
         Returns:
             (T, hidden) before the final norm.
         """
-        eps = self.config.rms_norm_eps
         cos, sin = self._rotary.gather(position_T)
         hidden = self._embedding_VH.index_select(0, token_T).to(self.dtype)
         if lora is not None and lora_batch is not None:
             lora.add_embedding(hidden, token_T, lora_batch)
-        ops, below = self.ops, None  # below: what the layer before has yet to add
+        below = None  # what the last layer has yet to add
+        if self._layer_call is not None:
+            below = self._layer_call.forward(
+                hidden,
+                cos,
+                sin,
+                layers=self.layers,
+                kv_layers=kv_layers,
+                attention=attention,
+                plan=plan,
+                lora=lora,
+                lora_batch=lora_batch,
+            )
+        if below is None:
+            below = self._run_layers(
+                hidden, cos, sin, kv_layers, attention, plan, lora, lora_batch, phase
+            )
+        if below is not None:
+            hidden += below
+        return hidden
+
+    def _run_layers(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_layers: list[Any],
+        attention: AttentionBackend[Any, Any],
+        plan: Any,  # noqa: ANN401 -- see `forward`
+        lora: LoraBackend | None,
+        lora_batch: LoraBatch | None,
+        phase: Phase,
+    ) -> Tensor | None:
+        """All layers, part by part; what the last one has yet to add."""
+        ops, below, eps = self.ops, None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             if below is None:
                 x = ops.rms_norm(hidden, layer.input_norm, eps)
@@ -127,9 +188,7 @@ class Decoder:
             below = layer.down(x, phase)
             if lora is not None and lora_batch is not None:
                 lora.add(below, x, index, "down", lora_batch)
-        if below is not None:
-            hidden += below
-        return hidden
+        return below
 
     def logits(
         self,

@@ -43,6 +43,7 @@ class OpsKernel:
             address_of, (self._norm, self._gated, self._rotate)
         )
         self.dtype = dtype
+        self.cache_dir = cache_dir
         self._is_bf16 = int(dtype is torch.bfloat16)
         self._num_threads = num_threads
 
