@@ -373,6 +373,75 @@ def test_thread_count_changes_no_bit(
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_threads_share_the_native_kernels_work_changes_no_bit(
+    kernel: LoraKernel, adapters: list[AdapterArtifact], dtype: torch.dtype
+) -> None:
+    """However the work is cut: many adapters with few rows, one with many, one row alone."""
+    layouts = site_layouts(TINY_SHAPE)
+    steps = [
+        [index % 6 for index in range(40)],
+        [5] * 200 + [-1, 0, 4],
+        [0],
+        [index % 6 for index in range(700)],
+    ]
+    before = torch.get_num_threads()
+    results: dict[int, list[Tensor]] = {}
+    try:
+        for num_threads in (1, 2, 4):
+            torch.set_num_threads(num_threads)
+            backend = NativeLora(
+                Slots([pack_native(a, TINY_SHAPE) for a in adapters]), TINY_SHAPE, kernel
+            )
+            results[num_threads] = [
+                run(
+                    backend,
+                    random_rows(len(slots), layout.num_outputs, dtype, seed=1),
+                    random_rows(len(slots), layout.num_inputs, dtype),
+                    slots,
+                    site,
+                )
+                for slots in steps
+                for site, layout in zip(SITES, layouts, strict=True)
+            ]
+    finally:
+        torch.set_num_threads(before)
+
+    for one, two, four in zip(*results.values(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, four)
+
+
+def test_ranks_of_every_size_equal_the_reference(kernel: LoraKernel, tmp_path: Path) -> None:
+    """Up to the largest that is served, beside each other in one step; every remainder of a tile."""
+    ranks = [2, 3, 7, 9, 12, 31, 64, 256]
+    artifacts = [
+        make_adapter(tmp_path / str(rank), rank=rank, linears=ALL_LINEARS, seed=rank)
+        for rank in ranks
+    ]
+    packed = Slots([pack_native(artifact, TINY_SHAPE) for artifact in artifacts])
+    backend = NativeLora(packed, TINY_SHAPE, kernel)
+    slots = [index for index in range(len(ranks)) for _ in range(index % 6 + 1)]
+    for site, layout in zip(SITES, site_layouts(TINY_SHAPE), strict=True):
+        x = random_rows(len(slots), layout.num_inputs, torch.float32)
+        y = random_rows(len(slots), layout.num_outputs, torch.float32, seed=1)
+
+        result = run(backend, y, x, slots, site, layer=0)
+
+        wanted = expected(y, x, slots, site, 0, artifacts, TINY_SHAPE)
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_stored_in_bf16_stay_so(tmp_path: Path) -> None:
+    """Half the memory, and half of what a step reads."""
+    sizes = {}
+    for dtype in ("BF16", "F32"):
+        artifact = make_adapter(tmp_path / dtype, rank=8, linears=ALL_LINEARS, dtype=dtype)
+        sizes[dtype] = pack_native(artifact, TINY_SHAPE).memory.nbytes
+
+    assert sizes["BF16"] <= 0.55 * sizes["F32"]
+
+
 def test_the_kernel_refuses_what_it_cannot_read(
     kernel: LoraKernel, adapters: list[AdapterArtifact]
 ) -> None:

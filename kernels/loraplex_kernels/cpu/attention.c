@@ -357,10 +357,14 @@ static void attention_score_tile(const attention_work *work, int tile_start, att
                 const int64_t last = (int64_t)tile_start + j + 7 + shape->window - 1 - item->position;
                 if (last + 1 < end) end = (int)(last + 1);
             }
-            begin *= work->fold;
-            tile_all_dots(query + (size_t)begin * width, width, end * work->fold - begin, key + j,
-                          is_bf16, present.end - j > 4 ? 8 : 4, width,
-                          score + (size_t)begin * ATTENTION_TILE + j, ATTENTION_TILE);
+            for (int row = begin * work->fold; row < end * work->fold;) {
+                const int rows = tile_take(end * work->fold - row);
+                const float *q[TILE_ROWS];
+                for (int i = 0; i < rows; i++) q[i] = query + (size_t)(row + i) * width;
+                tile_some_dots(q, rows, key + j, is_bf16, present.end - j > 4 ? 8 : 4, width,
+                               score + (size_t)row * ATTENTION_TILE + j, ATTENTION_TILE);
+                row += rows;
+            }
         }
     }
 }

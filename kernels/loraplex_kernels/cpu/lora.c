@@ -2,15 +2,19 @@
  *
  * Row rule: what a row gets depends on its own x and adapter only, bit for bit. Every sum has one
  * fixed order, whatever tile it is computed in and whichever thread computes it:
- *   - shrink, h[r] = scale * <a[r], x>: 16 partial sums by k mod 16, added up in one fixed tree, then
- *     the last K mod 16 products one by one;
+ *   - shrink, h[r] = scale * <a[r], x>: 8 partial sums by k mod 8, added up in one fixed tree, then
+ *     the last K mod 8 products one by one (tiles.h);
  *   - expand, d[n] = sum over r, in order of r; y[n] = round(y[n] + d[n]), once.
  * An embedding's x is a token id: its shrink is a row of A transposed, h = scale * a[id], no sum at all.
  * Products are fused with their additions by explicit FMA, never left to the compiler.
  *
  * Weights are bf16 or fp32 as stored, sums fp32. `a` is (rank of all slices, K), row-major; `b` of a
- * slice is in blocks of OUT_BLOCK outputs, (ceil(N / OUT_BLOCK), rank, OUT_BLOCK), zero-padded, so
- * that both are read front to back once per row tile. An embedding's `a` is (vocabulary, rank).
+ * slice is in blocks of LORA_OUT_BLOCK outputs, (ceil(N / LORA_OUT_BLOCK), rank, LORA_OUT_BLOCK),
+ * zero-padded, so that both are read front to back once per chunk of rows. An embedding's `a` is
+ * (vocabulary, rank).
+ *
+ * A call has two phases, all of h and then all of y. In each, every thread takes an equal share of the work,
+ * cut wherever it falls: between adapters, chunks of an adapter's rows, or the columns of one chunk.
  */
 #include <math.h>
 #include <stddef.h>
@@ -20,268 +24,301 @@
 #include <omp.h>
 #endif
 
-#include "calls.h"
 #include "simd.h"
+#include "calls.h"
+#include "tiles.h"
 
 lora_add_call lora_add;
 
-#define MAX_SLICES 3
-#define OUT_BLOCK 32
-#define ROW_TILE 2
+#define LORA_SLICES 3
+#define LORA_OUT_BLOCK 32 /* TILE_COLS vectors */
+#define LORA_CHUNK 24     /* rows that share what is read of the weights */
+#define LORA_RANKS 8      /* ranks whose a is kept in cache while the rows of a chunk pass */
+#define LORA_B_BYTES 16384 /* of b, likewise */
+/* What reading a weight costs beside its product with one row, in products. */
+#define LORA_READ_COST 4
+/* Products, read costs counted, below which waking other threads costs more than they help. */
+#define LORA_MIN_SHARED 60000
 
 /* ------------------------------------------------------------------------------------- weights */
 
 /* One (layer, site) of one adapter; all zero where the adapter does not touch the site. */
 typedef struct {
     const void *a;
-    const void *b[MAX_SLICES];
-    float scale[MAX_SLICES];
-    int32_t rank[MAX_SLICES];
+    const void *b[LORA_SLICES];
+    float scale[LORA_SLICES];
+    int32_t rank[LORA_SLICES];
     int32_t is_bf16;
     int32_t rank_total;
 } lora_site;
 
-/* A few rows of one group (adapter), the unit that threads take. */
-typedef struct {
-    int32_t group;
-    int32_t begin; /* in `rows` */
-    int32_t end;
-} lora_task;
-
 /* What is the same for all calls of a step. */
 typedef struct lora_step {
-    const lora_site *const *sites; /* by group: the adapter's table, indexed by site */
-    const lora_task *tasks;
-    const int32_t *rows; /* row of x and y, sorted by group */
-    float *scratch;      /* num_threads * scratch_floats */
-    int64_t scratch_floats;
-    int32_t num_tasks;
+    const lora_site *const *sites; /* by group (adapter): its table, indexed by site */
+    const int32_t *rows;           /* row of x and y, sorted by group */
+    const int32_t *begins;         /* by group: its first place in `rows`; and their number */
+    float *h;                      /* (number of rows, h_stride), in the order of `rows` */
+    float *wide;                   /* (num_threads, LORA_CHUNK, wide_stride): rows of a bf16 x */
+    int64_t h_stride;              /* at least every rank_total, rounded up to TILE_COLS */
+    int64_t wide_stride;           /* at least every K */
+    int32_t num_groups;
     int32_t num_threads;
 } lora_step;
 
+/* One call. */
+typedef struct {
+    const lora_step *step;
+    void *y;
+    const void *x;            /* NULL for an embedding */
+    const int64_t *token_ids; /* NULL for a linear */
+    const int32_t *slice_begin;
+    int64_t num_inputs;
+    int64_t num_outputs;
+    int32_t is_bf16; /* x and y */
+    int32_t site_index;
+} lora_call;
+
+/* Rows [begin, end) of `rows`, all of one adapter. */
+typedef struct {
+    const lora_site *site;
+    int begin;
+    int end;
+} lora_chunk;
+
 /* -------------------------------------------------------------------------------------- shrink */
 
-INLINE v8 load_weights(const void *from, size_t index, int is_bf16) {
-    return is_bf16 ? v8_load_bf16((const uint16_t *)from + index)
-                   : v8_load((const float *)from + index);
-}
-
-INLINE float load_weight(const void *from, size_t index, int is_bf16) {
-    return is_bf16 ? widen_bf16(((const uint16_t *)from)[index]) : ((const float *)from)[index];
-}
-
-/* h[i][j] = <x[i], a[first + j]> for `rows` rows and `ranks` ranks (both compile-time constants). */
-INLINE void shrink_tile(const float *const *x, const void *a, size_t first, size_t num_inputs,
-                        int is_bf16, int rows, int ranks, float (*h)[4]) {
-    v8 low[ROW_TILE][4], high[ROW_TILE][4];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < ranks; j++) low[i][j] = high[i][j] = v8_zero();
-    size_t k = 0;
-    for (; k + 16 <= num_inputs; k += 16)
-        for (int j = 0; j < ranks; j++) {
-            size_t at = (first + (size_t)j) * num_inputs + k;
-            v8 a_low = load_weights(a, at, is_bf16), a_high = load_weights(a, at + 8, is_bf16);
-            for (int i = 0; i < rows; i++) {
-                low[i][j] = v8_fma(v8_load(x[i] + k), a_low, low[i][j]);
-                high[i][j] = v8_fma(v8_load(x[i] + k + 8), a_high, high[i][j]);
-            }
+/* Ranks [first, end) of h for a chunk; first is a multiple of TILE_COLS. Up to TILE_COLS - 1 ranks that do not
+ * exist repeat the last one, in places of h that nobody reads. */
+static void lora_shrink(const lora_call *call, lora_chunk chunk, int first, int end, float *wide) {
+    const lora_step *step = call->step;
+    const lora_site *site = chunk.site;
+    const size_t num_inputs = (size_t)call->num_inputs, size = site->is_bf16 ? 2 : 4;
+    const float *x[LORA_CHUNK];
+    const int num_rows = chunk.end - chunk.begin;
+    for (int i = 0; i < num_rows; i++) {
+        const size_t from = (size_t)step->rows[chunk.begin + i] * num_inputs;
+        if (!call->is_bf16) {
+            x[i] = (const float *)call->x + from;
+            continue;
         }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < ranks; j++) {
-            float sum = v8_total(v8_add(low[i][j], high[i][j]));
-            size_t at = (first + (size_t)j) * num_inputs;
-            for (size_t tail = k; tail < num_inputs; tail++)
-                sum = fmaf(x[i][tail], load_weight(a, at + tail, is_bf16), sum);
-            h[i][j] = sum;
+        float *to = wide + (size_t)i * (size_t)step->wide_stride;
+        const uint16_t *bits = (const uint16_t *)call->x + from;
+        size_t k = 0;
+        for (; k + 8 <= num_inputs; k += 8) v8_store(to + k, v8_load_bf16(bits + k));
+        for (; k < num_inputs; k++) to[k] = widen_bf16(bits[k]);
+        x[i] = to;
+    }
+    float *h = step->h + (size_t)chunk.begin * (size_t)step->h_stride;
+    for (int rank = first; rank < end; rank += LORA_RANKS) {
+        const int cols = end - rank < LORA_RANKS ? end - rank : LORA_RANKS;
+        const void *a[LORA_RANKS];
+        for (int j = 0; j < LORA_RANKS; j++) {
+            const int own = rank + (j < cols ? j : cols - 1);
+            a[j] = (const char *)site->a + (size_t)own * num_inputs * size;
         }
+        for (int i = 0; i < num_rows;) {
+            const int rows = tile_take(num_rows - i);
+            tile_some_dots(x + i, rows, a, site->is_bf16, cols > TILE_COLS ? 2 * TILE_COLS : TILE_COLS,
+                           num_inputs, h + (size_t)i * (size_t)step->h_stride + rank,
+                           (size_t)step->h_stride);
+            i += rows;
+        }
+    }
+    for (int i = 0; i < num_rows; i++) {
+        float *row = h + (size_t)i * (size_t)step->h_stride;
+        for (int s = 0, begin = 0; s < LORA_SLICES; begin += site->rank[s++])
+            for (int r = begin; r < begin + site->rank[s]; r++)
+                if (r >= first && r < end) row[r] *= site->scale[s];
+    }
 }
 
-INLINE void shrink_rows(const float *const *x, const lora_site *site, size_t num_inputs,
-                        int is_bf16, int rows, float *h, size_t h_stride) {
-    float tile[ROW_TILE][4];
-    size_t rank_total = (size_t)site->rank_total, r = 0;
-    /* Four ranks at once for one row, two for two rows: eight independent sums hide FMA latency. */
-    for (; rows == 1 && r + 4 <= rank_total; r += 4) {
-        shrink_tile(x, site->a, r, num_inputs, is_bf16, 1, 4, tile);
-        for (int j = 0; j < 4; j++) h[r + (size_t)j] = tile[0][j];
-    }
-    for (; rows == 2 && r + 2 <= rank_total; r += 2) {
-        shrink_tile(x, site->a, r, num_inputs, is_bf16, 2, 2, tile);
-        for (int i = 0; i < 2; i++)
-            for (int j = 0; j < 2; j++) h[(size_t)i * h_stride + r + (size_t)j] = tile[i][j];
-    }
-    for (; r < rank_total; r++) {
-        shrink_tile(x, site->a, r, num_inputs, is_bf16, rows, 1, tile);
-        for (int i = 0; i < rows; i++) h[(size_t)i * h_stride + r] = tile[i][0];
-    }
-    for (int i = 0; i < rows; i++) {
-        float *row = h + (size_t)i * h_stride;
-        for (int s = 0; s < MAX_SLICES; s++)
-            for (int32_t j = 0; j < site->rank[s]; j++) *row++ *= site->scale[s];
+/* All of h for a chunk of an embedding. */
+static void lora_look_up(const lora_call *call, lora_chunk chunk) {
+    const lora_step *step = call->step;
+    const lora_site *site = chunk.site;
+    const size_t rank = (size_t)site->rank[0];
+    for (int i = chunk.begin; i < chunk.end; i++) {
+        const size_t from = (size_t)call->token_ids[step->rows[i]] * rank;
+        float *h = step->h + (size_t)i * (size_t)step->h_stride;
+        for (size_t r = 0; r < rank; r++)
+            h[r] = site->scale[0] * tile_load_one(site->a, from + r, site->is_bf16);
     }
 }
 
 /* -------------------------------------------------------------------------------------- expand */
 
-INLINE void add_block(void *y, size_t index, size_t count, int y_is_bf16, const float *delta) {
-    if (y_is_bf16) {
-        uint16_t *to = (uint16_t *)y + index;
-        if (count == OUT_BLOCK)
-            for (int n = 0; n < OUT_BLOCK; n++) to[n] = narrow_bf16(widen_bf16(to[n]) + delta[n]);
-        else
-            for (size_t n = 0; n < count; n++) to[n] = narrow_bf16(widen_bf16(to[n]) + delta[n]);
-    } else {
+/* y[0 .. count) += delta, rounded once. */
+INLINE void lora_add_block(void *y, size_t index, size_t count, int y_is_bf16, const v8 *delta) {
+    if (count == LORA_OUT_BLOCK && !y_is_bf16) {
         float *to = (float *)y + index;
-        if (count == OUT_BLOCK)
-            for (int n = 0; n < OUT_BLOCK; n++) to[n] += delta[n];
-        else
-            for (size_t n = 0; n < count; n++) to[n] += delta[n];
+        for (int v = 0; v < TILE_COLS; v++) v8_store(to + 8 * v, v8_add(v8_load(to + 8 * v), delta[v]));
+    } else if (count == LORA_OUT_BLOCK) {
+        uint16_t *to = (uint16_t *)y + index;
+        for (int v = 0; v < TILE_COLS; v++)
+            v8_store_bf16(to + 8 * v, v8_add(v8_load_bf16(to + 8 * v), delta[v]));
+    } else {
+        float each[LORA_OUT_BLOCK];
+        for (int v = 0; v < TILE_COLS; v++) v8_store(each + 8 * v, delta[v]);
+        for (size_t n = 0; n < count; n++)
+            if (y_is_bf16)
+                ((uint16_t *)y)[index + n] =
+                    narrow_bf16(widen_bf16(((uint16_t *)y)[index + n]) + each[n]);
+            else
+                ((float *)y)[index + n] += each[n];
     }
 }
 
-INLINE void expand_rows(void *y, const size_t *y_index, int y_is_bf16, const void *b, size_t rank,
-                        size_t num_outputs, int is_bf16, int rows, const float *h,
-                        size_t h_stride) {
-    for (size_t n = 0; n < num_outputs; n += OUT_BLOCK) {
-        v8 sum[ROW_TILE][OUT_BLOCK / 8];
+/* Outputs of one slice, from n on up to `end`, for a tile of rows; b is at output n. */
+INLINE void lora_expand_tile(void *y, const size_t *y_index, int y_is_bf16, const float *h,
+                             size_t h_stride, const void *b, int is_bf16, size_t rank, size_t n,
+                             size_t end, int rows) {
+    for (; n < end; n += LORA_OUT_BLOCK) {
+        v8 sum[TILE_ROWS][TILE_COLS];
         for (int i = 0; i < rows; i++)
-            for (int v = 0; v < OUT_BLOCK / 8; v++) sum[i][v] = v8_zero();
-        size_t block = n * rank;
+            for (int v = 0; v < TILE_COLS; v++) sum[i][v] = v8_zero();
         for (size_t r = 0; r < rank; r++) {
-            v8 h_r[ROW_TILE];
-            for (int i = 0; i < rows; i++) h_r[i] = v8_all(h[(size_t)i * h_stride + r]);
-            for (int v = 0; v < OUT_BLOCK / 8; v++) {
-                v8 b_v = load_weights(b, block + r * OUT_BLOCK + (size_t)v * 8, is_bf16);
-                for (int i = 0; i < rows; i++) sum[i][v] = v8_fma(h_r[i], b_v, sum[i][v]);
-            }
+            tile_weigh(sum, h + r, h_stride, b, is_bf16, rows, TILE_COLS);
+            b = (const char *)b + LORA_OUT_BLOCK * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
         }
-        size_t count = num_outputs - n < OUT_BLOCK ? num_outputs - n : OUT_BLOCK;
-        for (int i = 0; i < rows; i++) {
-            float delta[OUT_BLOCK];
-            for (int v = 0; v < OUT_BLOCK / 8; v++) v8_store(delta + v * 8, sum[i][v]);
-            add_block(y, y_index[i] + n, count, y_is_bf16, delta);
+        const size_t count = end - n < LORA_OUT_BLOCK ? end - n : LORA_OUT_BLOCK;
+#pragma GCC unroll 3
+        for (int i = 0; i < rows; i++) lora_add_block(y, y_index[i] + n, count, y_is_bf16, sum[i]);
+    }
+}
+
+#define LORA_EXPAND(rows, suffix, is_bf16)                                                          \
+    APART void lora_expand_##rows##suffix(void *y, const size_t *y_index, int y_is_bf16,             \
+                                          const float *h, size_t h_stride, const void *b,            \
+                                          size_t rank, size_t n, size_t end) {                       \
+        lora_expand_tile(y, y_index, y_is_bf16, h, h_stride, b, is_bf16, rank, n, end, rows);        \
+    }
+LORA_EXPAND(1, fp32, 0)
+LORA_EXPAND(2, fp32, 0)
+LORA_EXPAND(3, fp32, 0)
+LORA_EXPAND(1, bf16, 1)
+LORA_EXPAND(2, bf16, 1)
+LORA_EXPAND(3, bf16, 1)
+#undef LORA_EXPAND
+
+/* Blocks [first, end) of one slice's outputs for a chunk. */
+static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int first, int end) {
+    typedef void expand(void *, const size_t *, int, const float *, size_t, const void *, size_t,
+                        size_t, size_t);
+    static expand *const by[2][TILE_ROWS] = {
+        {lora_expand_1fp32, lora_expand_2fp32, lora_expand_3fp32},
+        {lora_expand_1bf16, lora_expand_2bf16, lora_expand_3bf16},
+    };
+    const lora_step *step = call->step;
+    const lora_site *site = chunk.site;
+    const size_t rank = (size_t)site->rank[slice], size = site->is_bf16 ? 2 : 4;
+    const size_t width = (size_t)(call->slice_begin[slice + 1] - call->slice_begin[slice]);
+    const size_t block_bytes = rank * LORA_OUT_BLOCK * size;
+    const int group = LORA_B_BYTES / block_bytes > 1 ? (int)(LORA_B_BYTES / block_bytes) : 1;
+    size_t rank_begin = 0;
+    for (int s = 0; s < slice; s++) rank_begin += (size_t)site->rank[s];
+    const float *h = step->h + (size_t)chunk.begin * (size_t)step->h_stride + rank_begin;
+    size_t y_index[LORA_CHUNK];
+    for (int i = 0; i < chunk.end - chunk.begin; i++)
+        y_index[i] = (size_t)step->rows[chunk.begin + i] * (size_t)call->num_outputs +
+                     (size_t)call->slice_begin[slice];
+    for (int block = first; block < end; block += group) {
+        const size_t n = (size_t)block * LORA_OUT_BLOCK;
+        size_t stop = (size_t)(block + group < end ? block + group : end) * LORA_OUT_BLOCK;
+        if (stop > width) stop = width;
+        const char *b = (const char *)site->b[slice] + (size_t)block * block_bytes;
+        for (int i = 0; i < chunk.end - chunk.begin;) {
+            const int rows = tile_take(chunk.end - chunk.begin - i);
+            by[site->is_bf16][rows - 1](call->y, y_index + i, call->is_bf16,
+                                        h + (size_t)i * (size_t)step->h_stride,
+                                        (size_t)step->h_stride, b, rank, n, stop);
+            i += rows;
         }
     }
 }
 
 /* -------------------------------------------------------------------------------------- driver */
 
-INLINE void add_rows(void *y, const void *x, int x_is_bf16, size_t num_inputs, size_t num_outputs,
-                     const int32_t *slice_begin, const lora_site *site, int is_bf16,
-                     const int32_t *rows, int num_rows, float *scratch) {
-    const float *x_rows[ROW_TILE];
-    float *h = scratch + (size_t)num_rows * num_inputs;
-    size_t h_stride = (size_t)site->rank_total;
-    for (int i = 0; i < num_rows; i++) {
-        size_t from = (size_t)rows[i] * num_inputs;
-        if (x_is_bf16) {
-            float *wide = scratch + (size_t)i * num_inputs;
-            const uint16_t *bits = (const uint16_t *)x + from;
-            for (size_t k = 0; k < num_inputs; k++) wide[k] = widen_bf16(bits[k]);
-            x_rows[i] = wide;
-        } else {
-            x_rows[i] = (const float *)x + from;
+/* The columns of a chunk, each of the same cost, on the scale that threads' shares are cut from. */
+INLINE int lora_cut(int64_t at, int64_t column_cost, int num_columns, int64_t mark) {
+    if (mark <= at) return 0;
+    const int64_t columns = (mark - at + column_cost - 1) / column_cost;
+    return columns < num_columns ? (int)columns : num_columns;
+}
+
+/* What lies in [from, to) of a phase's work; returns the cost of all of it. Two shares that meet at a mark
+ * agree on which columns lie before it. */
+static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int64_t to, float *wide) {
+    const lora_step *step = call->step;
+    int64_t at = 0;
+    for (int g = 0; g < step->num_groups; g++) {
+        lora_chunk chunk = {.site = step->sites[g] + call->site_index};
+        const lora_site *site = chunk.site;
+        if (site->rank_total == 0) continue;
+        for (chunk.begin = step->begins[g]; chunk.begin < step->begins[g + 1]; chunk.begin = chunk.end) {
+            chunk.end = chunk.begin + LORA_CHUNK;
+            if (chunk.end > step->begins[g + 1]) chunk.end = step->begins[g + 1];
+            const int64_t weight_cost = chunk.end - chunk.begin + LORA_READ_COST;
+            if (!is_expand) {
+                const int is_lookup = call->x == NULL;
+                const int columns = is_lookup ? 1 : (site->rank_total + TILE_COLS - 1) / TILE_COLS;
+                const int64_t cost = weight_cost * (is_lookup ? site->rank_total
+                                                              : TILE_COLS * call->num_inputs);
+                const int first = lora_cut(at, cost, columns, from);
+                const int end = lora_cut(at, cost, columns, to);
+                at += cost * columns;
+                if (first >= end) continue;
+                if (is_lookup)
+                    lora_look_up(call, chunk);
+                else
+                    lora_shrink(call, chunk, first * TILE_COLS,
+                                end == columns ? site->rank_total : end * TILE_COLS, wide);
+                continue;
+            }
+            for (int s = 0; s < LORA_SLICES; s++) {
+                if (site->rank[s] == 0) continue;
+                const int width = call->slice_begin[s + 1] - call->slice_begin[s];
+                const int columns = (width + LORA_OUT_BLOCK - 1) / LORA_OUT_BLOCK;
+                const int64_t cost = weight_cost * (site->rank[s] + 2) * LORA_OUT_BLOCK;
+                const int first = lora_cut(at, cost, columns, from);
+                const int end = lora_cut(at, cost, columns, to);
+                at += cost * columns;
+                if (first < end) lora_expand(call, chunk, s, first, end);
+            }
         }
     }
-    shrink_rows(x_rows, site, num_inputs, is_bf16, num_rows, h, h_stride);
-    for (int s = 0; s < MAX_SLICES; s++) {
-        size_t rank = (size_t)site->rank[s];
-        if (rank == 0) continue;
-        size_t y_index[ROW_TILE];
-        for (int i = 0; i < num_rows; i++)
-            y_index[i] = (size_t)rows[i] * num_outputs + (size_t)slice_begin[s];
-        expand_rows(y, y_index, x_is_bf16, site->b[s], rank,
-                    (size_t)(slice_begin[s + 1] - slice_begin[s]), is_bf16, num_rows, h, h_stride);
-        h += rank;
-    }
+    return at;
 }
 
-static void run_task(void *y, const void *x, int x_is_bf16, size_t num_inputs, size_t num_outputs,
-                     const int32_t *slice_begin, const lora_site *site, const int32_t *rows,
-                     int32_t num_rows, float *scratch) {
-    for (int32_t i = 0; i < num_rows;) {
-        int pair = num_rows - i >= 2;
-        if (site->is_bf16 && pair)
-            add_rows(y, x, x_is_bf16, num_inputs, num_outputs, slice_begin, site, 1, rows + i, 2,
-                     scratch);
-        else if (site->is_bf16)
-            add_rows(y, x, x_is_bf16, num_inputs, num_outputs, slice_begin, site, 1, rows + i, 1,
-                     scratch);
-        else if (pair)
-            add_rows(y, x, x_is_bf16, num_inputs, num_outputs, slice_begin, site, 0, rows + i, 2,
-                     scratch);
-        else
-            add_rows(y, x, x_is_bf16, num_inputs, num_outputs, slice_begin, site, 0, rows + i, 1,
-                     scratch);
-        i += pair ? 2 : 1;
-    }
-}
-
-INLINE int thread_index(void) {
+static void lora_forward(const lora_call *call) {
+    const lora_step *step = call->step;
+    const int64_t shrink = lora_run(call, 0, 0, 0, NULL), expand = lora_run(call, 1, 0, 0, NULL);
+    const int is_shared = step->num_threads > 1 && shrink + expand >= LORA_MIN_SHARED;
+#pragma omp parallel num_threads(step->num_threads) if (is_shared)
+    {
 #ifdef _OPENMP
-    return omp_get_thread_num();
+        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
 #else
-    return 0;
+        const int thread = 0, threads = 1;
 #endif
+        float *wide = step->wide + (size_t)thread * LORA_CHUNK * (size_t)step->wide_stride;
+        lora_run(call, 0, shrink * thread / threads, shrink * (thread + 1) / threads, wide);
+#pragma omp barrier
+        lora_run(call, 1, expand * thread / threads, expand * (thread + 1) / threads, wide);
+    }
 }
 
 /* Add the deltas of one site to y, in place. x and y are (rows, num_inputs) and (rows, num_outputs),
- * contiguous, both bf16 or both fp32. slice_begin has MAX_SLICES + 1 offsets into a row of y. */
-void lora_add(void *y, const void *x, int32_t x_is_bf16, int32_t num_inputs, int32_t num_outputs,
+ * contiguous, both bf16 or both fp32. slice_begin has LORA_SLICES + 1 offsets into a row of y. */
+void lora_add(void *y, const void *x, int32_t is_bf16, int32_t num_inputs, int32_t num_outputs,
               const int32_t *slice_begin, int32_t site_index, const lora_step *step) {
-    #pragma omp parallel for schedule(dynamic, 1) num_threads(step->num_threads) \
-        if (step->num_tasks > 1 && step->num_threads > 1)
-    for (int32_t t = 0; t < step->num_tasks; t++) {
-        const lora_task *task = step->tasks + t;
-        const lora_site *site = step->sites[task->group] + site_index;
-        if (site->rank_total == 0) continue;
-        float *scratch = step->scratch + (size_t)thread_index() * (size_t)step->scratch_floats;
-        run_task(y, x, x_is_bf16, (size_t)num_inputs, (size_t)num_outputs, slice_begin, site,
-                 step->rows + task->begin, task->end - task->begin, scratch);
-    }
-}
-
-INLINE void embed_rows(void *y, const int64_t *token_ids, int y_is_bf16, size_t num_outputs,
-                       const lora_site *site, int is_bf16, const int32_t *rows, int num_rows,
-                       float *h) {
-    size_t rank = (size_t)site->rank[0], y_index[ROW_TILE];
-    for (int i = 0; i < num_rows; i++) {
-        size_t from = (size_t)token_ids[rows[i]] * rank;
-        for (size_t r = 0; r < rank; r++)
-            h[(size_t)i * rank + r] = site->scale[0] * load_weight(site->a, from + r, is_bf16);
-        y_index[i] = (size_t)rows[i] * num_outputs;
-    }
-    expand_rows(y, y_index, y_is_bf16, site->b[0], rank, num_outputs, is_bf16, num_rows, h, rank);
-}
-
-static void run_embed_task(void *y, const int64_t *token_ids, int y_is_bf16, size_t num_outputs,
-                           const lora_site *site, const int32_t *rows, int32_t num_rows,
-                           float *scratch) {
-    for (int32_t i = 0; i < num_rows;) {
-        int pair = num_rows - i >= 2;
-        if (site->is_bf16 && pair)
-            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 1, rows + i, 2, scratch);
-        else if (site->is_bf16)
-            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 1, rows + i, 1, scratch);
-        else if (pair)
-            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 0, rows + i, 2, scratch);
-        else
-            embed_rows(y, token_ids, y_is_bf16, num_outputs, site, 0, rows + i, 1, scratch);
-        i += pair ? 2 : 1;
-    }
+    const lora_call call = {step, y, x, NULL, slice_begin, num_inputs, num_outputs, is_bf16, site_index};
+    lora_forward(&call);
 }
 
 /* Add the deltas of the embedding to y (rows, num_outputs), in place; token_ids has an id per row. */
 void lora_embed(void *y, const int64_t *token_ids, int32_t y_is_bf16, int32_t num_outputs,
                 int32_t site_index, const lora_step *step) {
-    #pragma omp parallel for schedule(dynamic, 1) num_threads(step->num_threads) \
-        if (step->num_tasks > 1 && step->num_threads > 1)
-    for (int32_t t = 0; t < step->num_tasks; t++) {
-        const lora_task *task = step->tasks + t;
-        const lora_site *site = step->sites[task->group] + site_index;
-        if (site->rank_total == 0) continue;
-        float *scratch = step->scratch + (size_t)thread_index() * (size_t)step->scratch_floats;
-        run_embed_task(y, token_ids, y_is_bf16, (size_t)num_outputs, site, step->rows + task->begin,
-                       task->end - task->begin, scratch);
-    }
+    const int32_t slice_begin[] = {0, num_outputs, num_outputs, num_outputs};
+    const lora_call call = {step, y, NULL, token_ids, slice_begin, 0, num_outputs, y_is_bf16, site_index};
+    lora_forward(&call);
 }

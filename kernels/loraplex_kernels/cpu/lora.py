@@ -1,6 +1,6 @@
 """Python side of lora.c: the layout of an adapter's weights, and one call per site.
 
-Everything that is the same for a whole step (groups, tasks, row order, scratch) is laid out once in a
+Everything that is the same for a whole step (groups, row order, scratch) is laid out once in a
 `LoraStep`; `lora_add` then costs one foreign call. Reference: `reference.lora_shrink` and
 `reference.lora_expand`. Contract of rounding and order: the header of lora.c.
 """
@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_kernels.cpu.build import load_library
+from loraplex_kernels.cpu.build import address_of, load_library
 
 MAX_SLICES: Final = 3
 OUT_BLOCK: Final = 32
-ROW_TILE: Final = 2
+_CHUNK: Final = 24
+_LINE: Final = 16  # floats; loads that cross lines take twice as long
 
 # lora_site in lora.c
 SITE_DTYPE: Final = np.dtype(
@@ -41,11 +42,13 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         ("sites", ctypes.c_void_p),
-        ("tasks", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("scratch_floats", ctypes.c_int64),
-        ("num_tasks", ctypes.c_int32),
+        ("begins", ctypes.c_void_p),
+        ("h", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
+        ("h_stride", ctypes.c_int64),
+        ("wide_stride", ctypes.c_int64),
+        ("num_groups", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
     )
 
@@ -85,39 +88,31 @@ class LoraStep:
             max_inputs: largest K of any site.
             num_threads: threads that a call may use.
         """
-        tasks = _split_tasks(group_sizes, num_threads)
         max_rank = max(int(table["rank_total"].max()) for table in site_tables)
-        scratch_floats = -(-ROW_TILE * (max_inputs + max_rank) // 16) * 16
+        h_stride, wide_stride = (-(-width // _LINE) * _LINE for width in (max_rank, max_inputs))
         self._sites = np.array([table.ctypes.data for table in site_tables], dtype=np.uint64)
-        self._tasks = tasks
         self._rows = np.ascontiguousarray(rows, dtype=np.int32)
-        self._scratch = np.empty(scratch_floats * num_threads, dtype=np.float32)
+        self._begins = np.zeros(len(group_sizes) + 1, dtype=np.int32)
+        np.cumsum(group_sizes, out=self._begins[1:])
+        num_h = len(self._rows) * h_stride
+        self._scratch = np.empty(
+            num_h + num_threads * _CHUNK * wide_stride + _LINE, dtype=np.float32
+        )
         self._site_tables = site_tables
+        line_bytes = 4 * _LINE
+        h = -(-self._scratch.ctypes.data // line_bytes) * line_bytes
         self._struct = _Step(
             sites=self._sites.ctypes.data,
-            tasks=self._tasks.ctypes.data,
             rows=self._rows.ctypes.data,
-            scratch=self._scratch.ctypes.data,
-            scratch_floats=scratch_floats,
-            num_tasks=len(tasks),
+            begins=self._begins.ctypes.data,
+            h=h,
+            wide=h + 4 * num_h,
+            h_stride=h_stride,
+            wide_stride=wide_stride,
+            num_groups=len(group_sizes),
             num_threads=num_threads,
         )
         self.address = ctypes.addressof(self._struct)
-
-
-def _split_tasks(group_sizes: npt.NDArray[np.int32], num_threads: int) -> npt.NDArray[np.int32]:
-    """(group, begin, end) of each task: small enough to share out, large enough to reuse weights."""
-    num_rows = int(group_sizes.sum())
-    rows_per_task = max(ROW_TILE, min(32, -(-num_rows // (2 * num_threads))))
-    tasks: list[tuple[int, int, int]] = []
-    begin = 0
-    for group, size in enumerate(group_sizes.tolist()):
-        end = begin + size
-        tasks += [
-            (group, at, min(at + rows_per_task, end)) for at in range(begin, end, rows_per_task)
-        ]
-        begin = end
-    return np.array(tasks, dtype=np.int32).reshape(-1, 3)
 
 
 def blocked_outputs(b_NR: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -150,6 +145,7 @@ class LoraKernel:
             ctypes.c_void_p,
         )
         self._add = library.lora_add
+        self.add_address = address_of(self._add)  # for layers.c
         self._add.restype = None
         self._add.argtypes = (
             ctypes.c_void_p,

@@ -27,15 +27,15 @@ INLINE float tile_load_one(const void *from, size_t index, int is_bf16) {
 /* dot[i * dot_stride + j] = <x[i], w[j]>, over k mod 8 in order of k, then in one tree, then the last
  * num_inputs mod 8 products one by one. x is fp32, w fp32 or bf16. */
 INLINE void tile_dots(const float *const *x, const void *const *w, int is_bf16, size_t num_inputs,
-                      int rows, float *dot, size_t dot_stride) {
-    v8 part[TILE_ROWS][TILE_COLS];
+                      int rows, int cols, float *dot, size_t dot_stride) {
+    v8 part[TILE_ROWS][2 * TILE_COLS];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < TILE_COLS; j++) part[i][j] = v8_zero();
+        for (int j = 0; j < cols; j++) part[i][j] = v8_zero();
     size_t k = 0;
     for (; k + 8 <= num_inputs; k += 8) {
         v8 x_k[TILE_ROWS];
         for (int i = 0; i < rows; i++) x_k[i] = v8_hold(v8_load(x[i] + k));
-        for (int j = 0; j < TILE_COLS; j++) {
+        for (int j = 0; j < cols; j++) {
             const v8 w_k = v8_hold(tile_load(w[j], k, is_bf16));
             for (int i = 0; i < rows; i++) part[i][j] = v8_fma(x_k[i], w_k, part[i][j]);
         }
@@ -43,24 +43,29 @@ INLINE void tile_dots(const float *const *x, const void *const *w, int is_bf16, 
     /* Unrolled, or the sums would go through memory. */
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
-        v8_store_four(dot + (size_t)i * dot_stride,
-                      v8_sum_four(part[i][0], part[i][1], part[i][2], part[i][3]));
+#pragma GCC unroll 2
+        for (int j = 0; j < cols; j += 4)
+            v8_store_four(dot + (size_t)i * dot_stride + j,
+                          v8_sum_four(part[i][j], part[i][j + 1], part[i][j + 2], part[i][j + 3]));
     for (; k < num_inputs; k++)
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < TILE_COLS; j++) {
+            for (int j = 0; j < cols; j++) {
                 float *to = dot + (size_t)i * dot_stride + j;
                 *to = fmaf(x[i][k], tile_load_one(w[j], k, is_bf16), *to);
             }
 }
 
+/* One row takes eight columns at once where it can: it has but one accumulator for each. */
 #define TILE_DOTS(rows, suffix, is_bf16)                                                            \
-    APART void tile_dots_##rows##suffix(const float *x, size_t x_stride, const void *const *w,       \
-                                        size_t cols, size_t num_inputs, float *dot,                  \
-                                        size_t dot_stride) {                                         \
+    APART void tile_dots_##rows##suffix(const float *const *x, const void *const *w, size_t cols,    \
+                                        size_t num_inputs, float *dot, size_t dot_stride) {          \
         const float *row[rows];                                                                      \
-        for (size_t i = 0; i < rows; i++) row[i] = x + i * x_stride;                                 \
-        for (size_t j = 0; j < cols; j += TILE_COLS)                                                 \
-            tile_dots(row, w + j, is_bf16, num_inputs, rows, dot + j, dot_stride);                   \
+        for (int i = 0; i < rows; i++) row[i] = x[i];                                                \
+        size_t j = 0;                                                                                \
+        for (; rows == 1 && j + 2 * TILE_COLS <= cols; j += 2 * TILE_COLS)                           \
+            tile_dots(row, w + j, is_bf16, num_inputs, rows, 2 * TILE_COLS, dot + j, dot_stride);    \
+        for (; j < cols; j += TILE_COLS)                                                             \
+            tile_dots(row, w + j, is_bf16, num_inputs, rows, TILE_COLS, dot + j, dot_stride);        \
     }
 TILE_DOTS(1, fp32, 0)
 TILE_DOTS(2, fp32, 0)
@@ -73,21 +78,16 @@ TILE_DOTS(3, bf16, 1)
 /* How many of `left` rows the next tile takes: three, but two and two of four. */
 INLINE int tile_take(int left) { return left >= 5 || left == 3 ? 3 : left >= 2 ? 2 : 1; }
 
-/* dot[i * dot_stride + j] = <x[i * x_stride ..], w[j]> for any number of rows, and a multiple of four columns;
- * see tile_dots for the order of additions. */
-INLINE void tile_all_dots(const float *x, size_t x_stride, int rows, const void *const *w, int is_bf16,
-                          size_t cols, size_t num_inputs, float *dot, size_t dot_stride) {
-    typedef void dots(const float *, size_t, const void *const *, size_t, size_t, float *, size_t);
+/* dot[i * dot_stride + j] = <x[i], w[j]> for 1 .. TILE_ROWS rows and a multiple of four columns; see tile_dots
+ * for the order of additions. */
+INLINE void tile_some_dots(const float *const *x, int rows, const void *const *w, int is_bf16,
+                           size_t cols, size_t num_inputs, float *dot, size_t dot_stride) {
+    typedef void dots(const float *const *, const void *const *, size_t, size_t, float *, size_t);
     static dots *const by[2][TILE_ROWS] = {
         {tile_dots_1fp32, tile_dots_2fp32, tile_dots_3fp32},
         {tile_dots_1bf16, tile_dots_2bf16, tile_dots_3bf16},
     };
-    for (int row = 0; row < rows;) {
-        const int take = tile_take(rows - row);
-        by[is_bf16][take - 1](x + (size_t)row * x_stride, x_stride, w, cols, num_inputs,
-                              dot + (size_t)row * dot_stride, dot_stride);
-        row += take;
-    }
+    by[is_bf16][rows - 1](x, w, cols, num_inputs, dot, dot_stride);
 }
 
 /* sum[i][v] += weight[i * weight_stride] * from[8 v ..], for `width` vectors of one row of values. */
