@@ -177,6 +177,10 @@ class _NoProducts:
         del bias_N
         return _NoProduct(*weight_NK.shape)
 
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        """See `LinearMethod`."""
+        return _NoProduct(*weight_NK.shape)
+
 
 @dataclass
 class _NoProduct:

@@ -176,11 +176,10 @@ class Bench:
         models = {name for one in self._workloads for _, name in one.models}
         models |= {suite.adapter_name(n) for n in range(scale.num_adapters(self._has_scale))}
         self._task = progress.add_task("preparing", total=None)
-        ranks = {suite.adapter_name(n): suite.adapter_rank(n) for n in range(len(models))}
         folder = adapters.fleet(
             args.cache / "bench",
             args.model,
-            [(name, ranks[name]) for name in sorted(models)],
+            [(name, suite.rank_of(name)) for name in sorted(models)],
             base_name=suite.BASE_MODEL,
         )
         self._place = Place(
@@ -238,6 +237,11 @@ class Bench:
     def _tell(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
+    def _say(self, line: str) -> None:
+        """A line that stays, in a terminal above the bar and in a log."""
+        clock = datetime.datetime.now().astimezone().strftime("%H:%M:%S")
+        self._console.print(f"{clock}  {line}", markup=False, highlight=False, soft_wrap=True)
+
     def _measure_roofline(self) -> None:
         self._tell("measuring the machine")
         command = [sys.executable, "-m", "bench.roofline", "--dtype", self._args.dtype]
@@ -256,6 +260,10 @@ class Bench:
         dtype = found["machine"]["gemm_dtype"]
         self._place = replace(self._place, dtype=dtype)
         self.content |= {"machine": found["machine"], "dtype": dtype}
+        self._say(
+            f"this machine: {found['machine']['read_gb_s']:.1f} GB/s, "
+            f"{found['machine']['gemm_gflop_s']:.0f} GFLOP/s in {dtype}"
+        )
         for one in self._workloads:
             self.content["workloads"][one.name] = {
                 "title": one.title,
@@ -279,6 +287,7 @@ class Bench:
                     lambda text, title=contender.title: self._tell(f"{title}: {text}"),
                 )
                 ready.append(contender)
+                self._say(f"ready: {contender.title}")
             except (UnavailableError, StartError, OSError, subprocess.SubprocessError) as error:
                 for one in filter(contender.is_for, self._workloads):
                     self._record(0, one, contender, {"failed": str(error)})
@@ -305,12 +314,7 @@ class Bench:
             said = f"{figures[f'{one.counts}_tokens_per_s']:.1f} tok/s in {figures['wall_s']:.0f} s"
             if figures["errors"]:
                 said += f", {figures['errors']} failed: {'; '.join(figures['error_examples'])}"
-        self._console.print(
-            f"round {number + 1}  {one.name:8} {contender.title}: {said}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._say(f"round {number + 1}  {one.name:8} {contender.title}: {said}")
         self._save()
 
     def _scale(self, ready: Sequence[Contender]) -> None:

@@ -64,6 +64,11 @@ def adapter_rank(index: int) -> int:
     return RANKS[index % len(RANKS)]
 
 
+def rank_of(name: str) -> int:
+    """The rank of the adapter with this name."""
+    return adapter_rank(int(name.rsplit("-", 1)[-1]))
+
+
 def mixed(tokenizer_json: Path, *, is_quick: bool = False) -> Workload:
     """Many adapters at once, nothing shared."""
     num_requests, max_tokens = (16, 8) if is_quick else (64, 64)
