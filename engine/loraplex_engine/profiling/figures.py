@@ -80,7 +80,7 @@ def format_profile(profile: Profile) -> str:
         blocks.setdefault((case.phase, case.adapters > 0), []).append(case)
     for (phase, _), cases in blocks.items():
         lines += ["", *_block(phase, cases)]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _block(phase: str, cases: Sequence[Case]) -> list[str]:

@@ -37,4 +37,6 @@ def run(ctx: typer.Context) -> None:
 @app.command(add_help_option=False, context_settings=_OTHERS_FLAGS)
 def profile(ctx: typer.Context) -> None:
     """Show where a step's time goes, and how near each part is to what this machine can do."""
-    process_commands.exec_module("loraplex_engine.profiling", ctx.args)
+    from loraplex_platform.profiling.command import run as run_profile
+
+    raise typer.Exit(run_profile(ctx.args))

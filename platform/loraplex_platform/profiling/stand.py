@@ -32,7 +32,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from loraplex_platform.errors import PlatformError
 from loraplex_platform.gateway import completions
 from loraplex_platform.gateway.answers import ChatAnswer
 from loraplex_platform.gateway.books import Ending
@@ -52,6 +51,7 @@ from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
 from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.routing import Replica, Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
+from loraplex_platform.local.errors import LocalModeError
 from loraplex_platform.profiling.world import REQUEST_PATH
 from loraplex_platform.settings import GatewaySettings
 
@@ -60,7 +60,7 @@ _NOBODY = UUID(int=0)
 _RECEIVE, _DETOKENIZE, _STREAM = "receive", "detokenize", "stream"
 
 
-class GatewayProfileError(PlatformError):
+class GatewayProfileError(LocalModeError):
     """The streams did not run to their end; says what went wrong."""
 
 

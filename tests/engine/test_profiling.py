@@ -1,0 +1,210 @@
+"""A profile of a tiny model: its parts add up, its JSON is the schema's, and nothing stays wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import loraplex_engine.profiling.machine as machine_module
+import msgspec
+import pytest
+import torch
+from loraplex_engine.config import EngineConfig
+from loraplex_engine.profiling.clock import PartClock
+from loraplex_engine.profiling.command import main
+from loraplex_engine.profiling.figures import (
+    DETOKENIZE,
+    ENGINE_PARTS,
+    OTHER,
+    RECEIVE,
+    SSE,
+    GatewayFigures,
+    Profile,
+    format_profile,
+)
+from loraplex_engine.profiling.floors import StepShape, step_work
+from loraplex_engine.profiling.seams import ATTENTION, HEAD, LINEAR, LORA, SAMPLING, timed_engine
+from loraplex_engine.profiling.stand import Stand
+
+from tests.support.tiny_model import TinyShape, write_tiny_model
+
+SHAPE = TinyShape(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), SHAPE)
+    (folder / "tokenizer.json").write_text("{}")  # looked for, not read
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_self_check() -> Iterator[None]:
+    """Whether the row rule holds is tried elsewhere, and takes longer than all of this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loraplex_engine.build.recall_or_check", lambda *_: True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stand(model_dir: Path) -> Iterator[Stand]:
+    def config(store_url: str | None) -> EngineConfig:
+        return EngineConfig(
+            model_dir=model_dir,
+            base_model="tiny",
+            device="cpu",
+            attention_backend="torch",
+            lora_backend="torch",
+            num_blocks=32,
+            max_num_seqs=4,
+            store_url=store_url,
+            speculative="off",
+        )
+
+    with Stand(model_dir, config, [4, 8]) as opened:
+        yield opened
+
+
+def test_a_part_that_runs_inside_another_counts_once() -> None:
+    now = iter([0.0, 1.0, 3.0, 7.0])
+    clock = PartClock(lambda: next(now))
+    inner = clock.timed("inner", lambda: None)
+
+    clock.timed("outer", inner)()
+
+    assert clock.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
+def test_a_part_that_raises_is_left() -> None:
+    clock = PartClock(iter(range(9)).__next__)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        clock.timed("part", fail)()
+    clock.clear()  # asserts that no part is under way
+
+    assert clock.seconds == {}
+
+
+def test_the_work_of_a_step_is_what_a_pencil_finds(stand: Stand) -> None:
+    step = StepShape(num_computed=[9, 4], num_scheduled=[1, 1], adapter_ranks=[4], row_ranks=[4, 0])
+
+    work = step_work(
+        step, stand.engine.runner.model, stand.shape, kv_bytes_per_token=256, adapter_number_bytes=4
+    )
+
+    hidden, inner, vocab = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.vocab_size
+    q, kv = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
+    weights = 2 * (hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inner)  # of two layers
+    assert (work[LINEAR].num_bytes, work[LINEAR].flops) == (4 * weights, 2 * 2 * weights)
+    assert (work[HEAD].num_bytes, work[HEAD].flops) == (4 * vocab * hidden, 2 * 2 * vocab * hidden)
+    assert work[ATTENTION].num_bytes == 256 * (10 + 5)
+    assert work[ATTENTION].flops == 4 * 2 * q * (10 + 5)
+    sides = 2 * (3 * hidden + q + 2 * kv + q + hidden + 2 * (hidden + inner) + inner + hidden)
+    assert (work[LORA].num_bytes, work[LORA].flops) == (4 * 4 * sides, 2 * 4 * sides)
+    assert work[SAMPLING].num_bytes == 2 * vocab * 4
+
+
+def test_nothing_stays_wrapped(stand: Stand) -> None:
+    runner, core = stand.engine.runner, stand.engine.core
+    objects = (runner, core, stand.loop, stand.port, runner.model, runner.model.ops)
+    objects += (runner.attention, runner.forward_pass, runner.forward_pass._lora, runner._sampler)
+    before = [dict(vars(one)) for one in objects]
+    layers = list(runner.model.layers)
+
+    with timed_engine(PartClock(), runner, core, stand.loop, stand.port):
+        assert runner.model.layers[0] is not layers[0]
+        assert "step" in vars(core)
+
+    assert [vars(one) for one in objects] == before
+    assert all(now is then for now, then in zip(runner.model.layers, layers, strict=True))
+
+
+def test_a_timed_step_says_what_an_untimed_one_says(stand: Stand) -> None:
+    def tokens(clock: PartClock | None) -> list[int]:
+        stand._rng = type(stand._rng)(type(stand._rng.bit_generator)(7))
+        request = stand.ask(12, 64, 1)
+        stand.load_adapters()
+        stand.turn_until(1)
+        for _ in range(6):
+            stand.turn(clock)
+        row = stand.engine.runner._token_ids[0].copy()
+        stand.end([request])
+        return [int(token) for token in row[:18]]
+
+    clock = PartClock()
+
+    assert tokens(clock) == tokens(None)
+    assert {LINEAR, HEAD, ATTENTION, LORA, SAMPLING} <= set(clock.seconds)
+
+
+def test_a_profile_adds_up_and_is_shown(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    quick = partial(
+        machine_module.measure_machine, read_bytes=1 << 16, gemm_sizes=(16,), seconds=0.001
+    )
+    monkeypatch.setattr(machine_module, "measure_machine", quick)
+    gateway = GatewayFigures(batch=2, receive_ms=0.25, detokenize_ms=0.5, stream_ms=1.0)
+    (tmp_path / "gateway.json").write_bytes(msgspec.json.encode([gateway]))
+    flags = ["--batch", "2,1", "--adapters", "0,2", "--context", "24", "--prefill", "40"]
+    flags += ["--steps", "2", "--threads", str(torch.get_num_threads()), "--rank", "4"]
+    flags += ["--attention-backend", "torch", "--lora-backend", "torch"]
+    flags += ["--gateway-figures", str(tmp_path / "gateway.json")]
+
+    code = main(["--model", str(model_dir), "--json", str(tmp_path / "out.json"), *flags])
+
+    assert code == 0
+    profile = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Profile)
+    kinds = [(case.phase, case.batch, case.tokens, case.adapters) for case in profile.cases]
+    assert kinds == [
+        ("decode", 1, 1, 0),
+        ("decode", 2, 2, 0),
+        ("prefill", 1, 40, 0),
+        ("decode", 1, 1, 1),
+        ("decode", 2, 2, 2),
+        ("prefill", 1, 40, 1),
+    ]
+    for case in profile.cases:
+        names = [part.name for part in case.parts]
+        assert set(ENGINE_PARTS) | {OTHER} <= set(names)
+        assert sum(part.ms for part in case.parts) == pytest.approx(case.step_ms)
+        assert sum(part.percent for part in case.parts) == pytest.approx(100)
+        assert case.roofline_percent == pytest.approx(100 * case.floor_ms / case.step_ms)
+        has_gateway = case.phase == "decode" and case.batch == 2
+        assert ({RECEIVE, DETOKENIZE, SSE} <= set(names)) is has_gateway
+        assert case.step_ms - case.engine_ms == pytest.approx(1.75 if has_gateway else 0)
+    assert capsys.readouterr().out == format_profile(profile) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "no/such/folder/here"], "neither a folder here"),
+        (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: there is no folder"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    code = main(["--model", str(model_dir), *flags])
+
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--batch", "0"], ["--batch", "1,x"], ["--context", "1"]])
+def test_a_number_out_of_range_names_its_flag(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+
+    assert ended.value.code == 2
+    assert f"argument {flags[0]}" in capsys.readouterr().err
