@@ -3,6 +3,7 @@
 #   make up ARGS="--gateway-port 8010 --no-console"    flags of `loraplex up` (see `loraplex up --help`)
 #   make test PYTEST_ARGS="tests/platform -k keys"     flags of pytest
 #   make test PYTEST_WORKERS=0                         one process, one test after another
+#   make bench ARGS="--workload mixed --rounds 1"      flags of the bench (see `make bench ARGS=--help`)
 #   make venv TORCH_INDEX_URL=<url>                    take torch from another index, such as PyTorch's own
 #                                                      index of CPU wheels ("Install" on pytorch.org shows
 #                                                      its address); it saves gigabytes on Linux
@@ -50,7 +51,7 @@ lint: venv ## Check style, types and who imports whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: venv model ## Measure throughput beside transformers + PEFT (minutes; prints a table)
+bench: venv model ## Measure speed and memory beside llama.cpp, transformers + PEFT and vLLM (an hour; ARGS=--quick: does it work?)
 	$(BIN)/python -m bench $(ARGS)
 
 # No .venv: a machine with a GPU has its own torch, and often no network. It needs deploy/gpu-requirements.txt besides.

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import adapters, report, scale, suite, workload
 from bench.peers import all_contenders
-from bench.peers.base import Contender, Place, UnavailableError
+from bench.peers.base import Contender, Place, Tell, UnavailableError
 from bench.peers.names import OURS
 from bench.processes import StartError
 
@@ -237,6 +237,9 @@ class Bench:
     def _tell(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
+    def _teller(self, label: str) -> Tell:
+        return lambda text: self._tell(f"{label}: {text}")
+
     def _say(self, line: str) -> None:
         """A line that stays, in a terminal above the bar and in a log."""
         clock = datetime.datetime.now().astimezone().strftime("%H:%M:%S")
@@ -281,11 +284,7 @@ class Bench:
         ready = []
         for contender in self._contenders:
             try:
-                contender.prepare(
-                    self._place,
-                    self._workloads,
-                    lambda text, title=contender.title: self._tell(f"{title}: {text}"),
-                )
+                contender.prepare(self._place, self._workloads, self._teller(contender.title))
                 ready.append(contender)
                 self._say(f"ready: {contender.title}")
             except (UnavailableError, StartError, OSError, subprocess.SubprocessError) as error:
@@ -296,9 +295,7 @@ class Bench:
     def _measure(self, number: int, one: suite.Workload, contender: Contender) -> None:
         label = f"round {number + 1}, {one.name}, {contender.title}"
         try:
-            figures = contender.replay(
-                self._place, one, lambda text: self._tell(f"{label}: {text}")
-            )
+            figures = contender.replay(self._place, one, self._teller(label))
         except (UnavailableError, StartError, OSError) as error:
             figures = {"failed": str(error)}
         self._record(number, one, contender, figures)
@@ -329,7 +326,7 @@ class Bench:
         scale.run(
             ours,
             self._place,
-            lambda text: self._tell(f"scale: {text}"),
+            self._teller("scale"),
             keep,
             is_quick=self._args.quick,
         )

@@ -11,16 +11,19 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from loraplex_platform.admin_client import AdminClient
+from loraplex_platform.admin_client import AdminApiError, AdminClient
 
 from bench import load
 from bench.peers.base import START_TIMEOUT_S, Place, Server, Tell, UnavailableError
 from bench.processes import Served
 from bench.suite import Workload
 from bench.workload import DEFAULT_TENANT
+
+_UPLOADS_AT_ONCE = 4  # as many as the control API takes at once
 
 
 class Loraplex(Server):
@@ -135,10 +138,18 @@ def _deploy(
     """Upload and deploy what the tenant lacks; `find` gives an adapter's folder."""
     deployed = {str(item["name"]) for item in admin.deployments(tenant_id)}
     missing = [name for name in names if name not in deployed]
-    for number, name in enumerate(missing):
-        tell(f"uploading adapter {number + 1} of {len(missing)}")
+
+    def upload(name: str) -> None:
         folder = find(name)
-        uploaded = admin.upload_adapter(tenant_id, name, folder)
-        admin.deploy(tenant_id, name, uploaded["version"]["id"])
+        try:
+            uploaded = admin.upload_adapter(tenant_id, name, folder)
+            admin.deploy(tenant_id, name, uploaded["version"]["id"])
+        except AdminApiError as error:
+            raise UnavailableError(f"adapter {name} was refused: {error}") from error
         if is_temporary:
             shutil.rmtree(folder)
+
+    # Each upload is asked some questions; the engine answers those of several at once.
+    with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as pool:
+        for number, _ in enumerate(pool.map(upload, missing)):
+            tell(f"{number + 1} of {len(missing)} adapters uploaded")
