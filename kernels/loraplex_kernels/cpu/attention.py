@@ -23,8 +23,8 @@ _LINE: Final = 64  # bytes; loads that cross lines take twice as long
 _ITEM_ROWS: Final = 48
 # Items that a thread gets when work is split for want of items: they end at different times.
 _ITEMS_PER_THREAD: Final = 3
-# Tiles that are worth an item of their own.
-_MIN_TILES: Final = 2
+# Tiles that are worth an item of their own, and perhaps the wake-up of a thread.
+_MIN_TILES: Final = 4
 # Cost of a key beside a row's work on it, in rows: it comes from memory.
 _KEY_COST: Final = 6
 

@@ -37,8 +37,9 @@ lora_add_call lora_add;
 #define LORA_B_BYTES 16384 /* of b, likewise */
 /* What reading a weight costs beside its product with one row, in products. */
 #define LORA_READ_COST 4
-/* Products, read costs counted, below which waking other threads costs more than they help. */
-#define LORA_MIN_SHARED 60000
+/* Products, read costs counted, below which waking other threads costs more than they help: about 60 us.
+ * A barrier is cheap only while every thread has a core: where cores are shared it may cost milliseconds. */
+#define LORA_MIN_SHARED 400000
 
 /* ------------------------------------------------------------------------------------- weights */
 
