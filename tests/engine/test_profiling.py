@@ -15,7 +15,6 @@ from loraplex_engine.profiling.clock import PartClock
 from loraplex_engine.profiling.command import main
 from loraplex_engine.profiling.figures import (
     DETOKENIZE,
-    ENGINE_PARTS,
     OTHER,
     RECEIVE,
     SSE,
@@ -24,7 +23,15 @@ from loraplex_engine.profiling.figures import (
     format_profile,
 )
 from loraplex_engine.profiling.floors import StepShape, step_work
-from loraplex_engine.profiling.seams import ATTENTION, HEAD, LINEAR, LORA, SAMPLING, timed_engine
+from loraplex_engine.profiling.seams import (
+    ATTENTION,
+    ENGINE_PARTS,
+    HEAD,
+    LINEAR,
+    LORA,
+    SAMPLING,
+    timed_engine,
+)
 from loraplex_engine.profiling.stand import Stand
 
 from tests.support.tiny_model import TinyShape, write_tiny_model
@@ -110,7 +117,7 @@ def test_the_work_of_a_step_is_what_a_pencil_finds(stand: Stand) -> None:
 
 def test_nothing_stays_wrapped(stand: Stand) -> None:
     runner, core = stand.engine.runner, stand.engine.core
-    objects = (runner, core, stand.loop, stand.port, runner.model, runner.model.ops)
+    objects: list[object] = [runner, core, stand.loop, stand.port, runner.model, runner.model.ops]
     objects += (runner.attention, runner.forward_pass, runner.forward_pass._lora, runner._sampler)
     before = [dict(vars(one)) for one in objects]
     layers = list(runner.model.layers)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import loraplex_engine.client as engine_client
 import pytest
+from loraplex_engine.client import EngineClient
 from loraplex_platform.gateway.mailbox import Mailbox
 from loraplex_platform.gateway.metrics import InterTokenTimes
 from loraplex_platform.gateway.pump import Pump
@@ -20,7 +20,7 @@ from tests.platform.gateway import tiny_model
 
 
 def test_all_streams_end_and_every_part_has_a_cost(tmp_path: Path) -> None:
-    before = (engine_client.decode_from_engine, Pump._take)
+    before = (EngineClient._handle, Pump._take)
 
     cost = measure_gateway(tiny_model.write(tmp_path), 2, num_steps=5, step_ms=2.0)
 
@@ -29,7 +29,7 @@ def test_all_streams_end_and_every_part_has_a_cost(tmp_path: Path) -> None:
     assert cost.detokenize_ms > 0
     assert cost.us_per_token > 0
     assert cost.num_bytes > 2 * 5 * 200  # frames of more than 200 bytes
-    assert (engine_client.decode_from_engine, Pump._take) == before
+    assert (EngineClient._handle, Pump._take) == before
 
 
 def test_the_engine_gets_the_figures_and_all_flags(
@@ -61,7 +61,12 @@ def test_without_a_gateway_to_measure_the_engine_answers(
     monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr(command, "_run_engine", lambda arguments: seen.append(list(arguments)) or 0)
+
+    def run_engine(arguments: Sequence[str]) -> int:
+        seen.append(list(arguments))
+        return 0
+
+    monkeypatch.setattr(command, "_run_engine", run_engine)
 
     assert command.run(flags) == 0
     assert seen == [flags]

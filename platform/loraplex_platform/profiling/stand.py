@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
-import loraplex_engine.client as engine_client
 import uvloop
 from loraplex_engine.client import EngineClient
 from loraplex_engine.profiling.clock import PartClock
@@ -234,25 +233,24 @@ class _Stand:
     @contextlib.contextmanager
     def _seams(self) -> Iterator[None]:
         """Notice the first and the last step that count; of a timed run, what parts take."""
-        decode = engine_client.decode_from_engine
+        handle = EngineClient._handle
         take_frames, pump_take, take = EngineClient._take_frames, Pump._take, Choice.take
         clock = self._clock
 
-        def noticing(frame: bytes) -> EngineMessage:
-            message = decode(frame)
+        def noticing(client: EngineClient, message: EngineMessage) -> str | None:
             if isinstance(message, StepFrame):
                 self._note(message.step_id)
-            return message
+            return handle(client, message)
 
-        engine_client.decode_from_engine = noticing
+        EngineClient._handle = noticing  # type: ignore[assignment,method-assign]
         if clock is not None:
-            EngineClient._take_frames = _timed_sync(clock, take_frames)  # type: ignore[method-assign]
+            EngineClient._take_frames = _timed_sync(clock, take_frames)  # type: ignore[assignment,method-assign]
             Pump._take = clock.timed(_STREAM, pump_take)  # type: ignore[method-assign]
             Choice.take = clock.timed(_DETOKENIZE, take)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            engine_client.decode_from_engine = decode
+            EngineClient._handle = handle  # type: ignore[method-assign]
             EngineClient._take_frames = take_frames  # type: ignore[method-assign]
             Pump._take = pump_take  # type: ignore[method-assign]
             Choice.take = take  # type: ignore[method-assign]

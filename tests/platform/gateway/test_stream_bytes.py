@@ -85,7 +85,7 @@ def told(num_choices: int, *, logprobs: bool = False) -> list[PumpEvent]:
 
 async def streams() -> bytes:
     """One stream of every kind."""
-    kinds = [
+    kinds: list[tuple[ChatAnswer | CompletionAnswer, list[PumpEvent]]] = [
         (ChatAnswer(head(), TOKENS), told(1)),
         (ChatAnswer(head(includes_usage=True, num_choices=2), TOKENS), told(2)),
         (ChatAnswer(head(num_top_logprobs=1), TOKENS), told(1, logprobs=True)),
