@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 
@@ -55,9 +55,9 @@ class Place:
 class Contender(ABC):
     """One product, set up one way."""
 
-    name: ClassVar[str] | str
-    title: ClassVar[str] | str
-    cannot: ClassVar[Sequence[str]] = ()  # what it cannot do, said under the table
+    name: str
+    title: str
+    cannot: Sequence[str] = ()  # what it cannot do, said under the table
 
     @abstractmethod
     def prepare(self, place: Place, workloads: Sequence[Workload], tell: Tell) -> None:

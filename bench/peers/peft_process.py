@@ -32,7 +32,7 @@ def _load(model_dir: Path, folders: Sequence[Path], dtype_name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, dtype_name)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     if not folders:
         return model.eval()
     first, *others = folders
