@@ -14,26 +14,27 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.distribution import GroupScheduling, order_of
+
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
+    from xdist.remote import Producer
 
     from tests.support.postgres import PostgresServer
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# These share a set-up that takes long, or a machine's patience: each runs on one worker.
-_GROUPS = ("e2e", "chaos", "admin_ui", "platform/gateway")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: a file, or one of `_GROUPS`, is the unit of work; the longest unit goes first."""
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here).as_posix()
-        group = next((name for name in _GROUPS if path.startswith(f"{name}/")), path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not item.path.is_relative_to(here / "e2e"))
+    """The groups that take longest go first."""
+    items.sort(key=lambda item: order_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
+    """For `pytest -n --dist loadgroup`: a file or a folder that shares a set-up is the unit of work."""
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")
