@@ -185,7 +185,11 @@ def assemble_engine(
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
     fingerprint = fingerprint_model(
-        config.model_dir, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype, image=image
+        config.model_dir,
+        dtype=dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        image=image,
     )
     # What a block holds does not depend on how many ranks share it. The backend's name says what it is kept in.
     block_format = f"{attention.name}/block{config.block_size}/{dtype}"
@@ -213,6 +217,7 @@ def assemble_engine(
         "lora": lora.name if lora else "none",
         "linear": model.linear_name,
         "ops": model.ops.name,
+        "quantization": config.quantization,
         "kv_cache": dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     }
     if compute.plans is not None:

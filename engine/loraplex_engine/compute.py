@@ -27,6 +27,7 @@ from loraplex_engine.config import (
     EngineConfig,
     EngineSizes,
     check_kv_cache_on_cpu,
+    check_linears_on_gpu,
 )
 from loraplex_engine.device.graphs import (
     CudaGraphBackend,
@@ -148,6 +149,8 @@ def _check_backends(config: EngineConfig, device: EngineDevice) -> None:
             f"ops_backend is {config.ops_backend!r}, which computes on a CPU, but this engine runs on"
             f" {device.name}: use auto, or --device cpu"
         )
+    if device.is_cuda:
+        check_linears_on_gpu(config)
     for name in ("attention_backend", "lora_backend"):
         backend = getattr(config, name)
         if device.is_cuda and backend not in ("auto", "triton"):

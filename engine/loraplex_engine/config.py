@@ -23,6 +23,8 @@ Speculative = Literal["off", "auto", "ngram"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 BackendName = Literal["auto", "torch", "native", "triton"]
 OpsBackendName = Literal["auto", "torch", "native"]
+LinearBackendName = Literal["auto", "native", "onednn", "torch"]
+Quantization = Literal["none", "int8", "int4"]
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 1024**2
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
@@ -45,6 +47,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention_backend": get_args(BackendName),
     "lora_backend": get_args(BackendName),
     "ops_backend": get_args(OpsBackendName),
+    "linear_backend": get_args(LinearBackendName),
+    "quantization": get_args(Quantization),
     "policy": get_args(PolicyName),
     "admission": get_args(Admission),
     "speculative": get_args(Speculative),
@@ -73,6 +77,12 @@ class EngineConfig:
     lora_backend: BackendName = "auto"
     # Norms, rotation, activation: the same, but that with Triton's attention they are Triton's.
     ops_backend: OpsBackendName = "auto"
+    # Of a CPU. auto: oneDNN for bf16 where the CPU multiplies it in hardware, else native, and what torch has where
+    # that does not compile.
+    linear_backend: LinearBackendName = "auto"
+    # What the linears' weights are rounded to as they are loaded, on a CPU: a quarter or a sixth of fp32's memory
+    # and reads, and not quite the same answers. Embeddings stay; lm_head has eight bits in both.
+    quantization: Quantization = "none"
     # On a GPU: take the launch plans under which a row's bits do not depend on its neighbours, nor on how its
     # prompt was cut up, found in the cache or computed again, nor on drafts, at some cost in speed. On a
     # CPU they never do.
@@ -346,6 +356,7 @@ def _check_device(config: EngineConfig) -> None:
             f"ops_backend is {config.ops_backend!r}, but with a backend of triton these operations are Triton's"
             " too: use auto"
         )
+    _check_linears(config)
     if config.kv_cache_dtype != "auto":
         if config.attention_backend in ("torch", "native"):
             raise ConfigError(
@@ -370,6 +381,27 @@ def _check_device(config: EngineConfig) -> None:
         given = "num_blocks" if config.num_blocks is not None else "kv_memory_bytes"
         raise ConfigError(
             f"gpu_memory_utilization and {given} both set the KV cache's size: give one"
+        )
+
+
+def check_linears_on_gpu(config: EngineConfig) -> None:
+    """Raises `ConfigError` where a setting of the CPU's linears is given for a GPU, or for Triton's kernels."""
+    for name, usual in (("linear_backend", "auto"), ("quantization", "none")):
+        value = getattr(config, name)
+        if value != usual:
+            raise ConfigError(
+                f"{name} is {value!r}, which is of a CPU's linear layers, but here they are a GPU's: use {usual},"
+                " or --device cpu without Triton's backends"
+            )
+
+
+def _check_linears(config: EngineConfig) -> None:
+    if config.device == "cuda" or "triton" in (config.attention_backend, config.lora_backend):
+        check_linears_on_gpu(config)
+    if config.quantization != "none" and config.linear_backend in ("onednn", "torch"):
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but linear_backend {config.linear_backend!r} keeps weights as"
+            " they are: use linear_backend auto, or quantization none"
         )
 
 

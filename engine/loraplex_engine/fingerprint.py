@@ -1,7 +1,8 @@
 """What makes two replicas give the same answers, as one digest.
 
 sha256 over: the digests of weights, tokenizer, chat template, model config and sampling defaults, the
-dtype, what keys and values are kept in, the engine's version and the image it runs in. Routers and pins compare it.
+dtype, what weights are quantized to, what keys and values are kept in, the engine's version and the image it
+runs in. Routers and pins compare it.
 
 Hashing a model's weights takes a second per few hundred megabytes, so the digest of each file is kept
 beside the model, in `.loraplex-digests.json`, and believed while size and modification time are the
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from loraplex_engine.config import KvCacheDType
+from loraplex_engine.config import KvCacheDType, Quantization
 from loraplex_engine.errors import ModelError
 
 log = structlog.get_logger(__name__)
@@ -43,11 +44,17 @@ class _KnownDigest(msgspec.Struct, frozen=True):
 
 
 def fingerprint_model(
-    model_dir: Path, *, dtype: str, kv_cache_dtype: KvCacheDType = "auto", image: str = ""
+    model_dir: Path,
+    *,
+    dtype: str,
+    quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDType = "auto",
+    image: str = "",
 ) -> str:
     """`sha256:<64 hex>` for this folder in this dtype and engine version.
 
     Args:
+        quantization: of the linears' weights.
         kv_cache_dtype: what is read from a quantized cache is not what was computed.
         image: digest of the container image.
 
@@ -61,7 +68,7 @@ def fingerprint_model(
     parts = {
         "files": hash_files(model_dir, paths),
         "dtype": dtype,
-        "quantization": "none",
+        "quantization": quantization,
         "kv_cache": kv_cache_dtype,
         "engine": engine_version(),
         "image": image,

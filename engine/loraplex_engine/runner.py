@@ -30,6 +30,7 @@ from loraplex_engine.forward_pass import ForwardPass, PassWork, SlotTable
 from loraplex_engine.lora.seam import LoraBackend
 from loraplex_engine.model.decoder import Decoder
 from loraplex_engine.model.loading import load_decoder, resolve_dtype
+from loraplex_engine.model.native_linear import open_linear_method, tell_quantization
 from loraplex_engine.model.native_ops import open_ops_kernel
 from loraplex_engine.protocol import SamplingParams, TokenLogprobs
 from loraplex_engine.sampling.device import DeviceSampler, StepSampler
@@ -390,7 +391,15 @@ def load_model(config: EngineConfig, *, cache: Path | None = None) -> tuple[Deco
         raise ConfigError(
             "ops_backend is 'native', which needs a folder for what is compiled: use auto"
         )
-    model = load_decoder(config.model_dir, dtype, ops=ops)
+    method = open_linear_method(
+        dtype,
+        cache_dir=cache,
+        num_threads=torch.get_num_threads(),
+        backend=config.linear_backend,
+        quantization=config.quantization,
+    )
+    model = load_decoder(config.model_dir, dtype, method=method, ops=ops)
+    tell_quantization(method)
     shape = model.config
     sizes = config.sizes(
         # A CPU's backends keep keys and values in the model's dtype.

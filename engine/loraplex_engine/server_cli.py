@@ -26,8 +26,10 @@ from loraplex_engine.config import (
     DeviceName,
     EngineConfig,
     KvCacheDType,
+    LinearBackendName,
     OpsBackendName,
     PolicyName,
+    Quantization,
 )
 from loraplex_engine.errors import EngineError
 from loraplex_engine.gateway_port import GATEWAY_QUEUE_BYTES
@@ -85,6 +87,14 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", "bfloat16", "float32"),
     )
+    flag(
+        model,
+        "--quantization",
+        "int8, int4: on a CPU, linear layers in a quarter or a sixth of float32's memory, and not quite the same"
+        " answers; the log says how much is lost.",
+        default="none",
+        choices=get_args(Quantization),
+    )
     flag(model, "--max-model-len", "Longest prompt plus output, in tokens.", type=int)
     flag(model, "--image", "Digest of the container image; part of the fingerprint.", default="")
 
@@ -116,6 +126,14 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         "The same for norms, rotation and activation, which on a GPU are always Triton's.",
         default="auto",
         choices=get_args(OpsBackendName),
+    )
+    flag(
+        device,
+        "--linear-backend",
+        "Of a CPU. auto: onednn for bfloat16 where the CPU multiplies it in hardware, else native, or what torch has"
+        " where that does not compile.",
+        default="auto",
+        choices=get_args(LinearBackendName),
     )
     flag(
         device,
@@ -417,6 +435,8 @@ def read_options(
         attention_backend=values.attention_backend,
         lora_backend=values.lora_backend,
         ops_backend=values.ops_backend,
+        linear_backend=values.linear_backend,
+        quantization=values.quantization,
         batch_invariant=values.batch_invariant,
         cuda_graphs=values.cuda_graphs,
         gpu_memory_utilization=values.gpu_memory_utilization,

@@ -1,6 +1,7 @@
 """Linear layers behind one small interface: y = x W^T + b. All but cuBLAS obey the row rule.
 
-A `LinearMethod` turns a weight into a callable once, at load. Matrix kernels pick another inner loop
+A `LinearMethod` turns a weight into a callable once, at load. Those here are torch's; native_linear.py has our own
+kernel's, triton_ops.py our GPU's. Torch's matrix kernels pick another inner loop
 for the last rows of a block, so a row's bits would depend on how many rows came with it; with the
 row count padded to a multiple of `ROW_MULTIPLE` they do not (measured in fp32 and bf16, up to 2,048
 rows; the start-up self-check repeats it on the machine at hand). The model pads its rows once per
@@ -50,6 +51,10 @@ class LinearMethod(Protocol):
         """Take a weight in the model's dtype; the caller drops its own reference."""
         ...
 
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        """`pack` of lm_head, which a method may keep in another way."""
+        ...
+
 
 class _PlainLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
@@ -70,6 +75,9 @@ class PlainMethod:
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _PlainLinear(weight_NK, bias_N)
+
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        return _PlainLinear(weight_NK, None)
 
 
 class _CublasLinear:
@@ -94,6 +102,9 @@ class CublasMethod:
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _CublasLinear(weight_NK, bias_N)
 
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        return _CublasLinear(weight_NK, None)
+
 
 class _PackedLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
@@ -117,6 +128,9 @@ class PackedMethod:
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
         return _PackedLinear(weight_NK, bias_N)
+
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        return _PackedLinear(weight_NK, None)
 
 
 class _UpcastLinear:
@@ -144,6 +158,9 @@ class UpcastMethod:
             self._inner.pack(weight_NK.float(), None if bias_N is None else bias_N.float())
         )
 
+    def pack_head(self, weight_NK: Tensor) -> Linear:
+        return _UpcastLinear(self._inner.pack_head(weight_NK.float()))
+
 
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware that oneDNN can use."""
@@ -151,13 +168,14 @@ def has_fast_bf16() -> bool:
 
 
 def choose_method(dtype: torch.dtype) -> LinearMethod:
-    """The fastest method for `dtype` that works on this CPU and torch build."""
+    """The fastest of torch's methods for `dtype` on this CPU and torch build; `native_linear` has a faster one."""
     if dtype == torch.bfloat16 and not has_fast_bf16():
         return UpcastMethod(choose_method(torch.float32))
-    return PackedMethod() if _can_pack(dtype) else PlainMethod()
+    return PackedMethod() if can_pack(dtype) else PlainMethod()
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether `PackedMethod` works for `dtype` on this CPU and torch build."""
     if not _has_onednn():
         return False
     x = torch.ones(ROW_MULTIPLE, 32, dtype=dtype)

@@ -23,6 +23,7 @@ from loraplex_engine.model.linear import (
     choose_method,
     has_fast_bf16,
 )
+from loraplex_engine.model.native_layers import NativeLayers
 from loraplex_engine.model.native_ops import NativeOps
 from loraplex_engine.model.ops import ModelOps, TorchOps
 from loraplex_engine.model.rope import RotaryTable
@@ -123,6 +124,7 @@ def build_decoder(
             ),
             ops=model_ops,
             linear_name=method.name,
+            layer_call=None if ops is None else NativeLayers(layers, ops, eps=config.rms_norm_eps),
         )
 
 
@@ -199,7 +201,7 @@ class _Builder:
                 )
         # Where the method keeps the weight as it is, a tied head shares the embedding's memory.
         weight = weight[: config.num_token_ids].to(self._device, self._dtype)
-        return self._method.pack(weight, None)
+        return self._method.pack_head(weight)
 
     def norm(self, name: str) -> Tensor:
         """A norm's weight, copied out of the mapped file."""

@@ -96,6 +96,10 @@ class GemmMethod:
         self._plans = plans
         self._only_phase: dict[tuple[int, int, bool], Phase | None] = {}
 
+    def pack_head(self, weight_NK: Tensor) -> _GemmLinear:
+        """See `LinearMethod.pack_head`."""
+        return self.pack(weight_NK, None)
+
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> _GemmLinear:
         """See `LinearMethod.pack`."""
         linear = _GemmLinear(self._plans, weight_NK, bias_N)
