@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,12 @@ from loraplex_engine.client import (
     EngineRejectedError,
 )
 from loraplex_engine.errors import EngineError
-from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams, TokenEvent
+from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams
 
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.replicas import eventually, read_all
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def make_request(name: str = "r1", *, max_tokens: int = 8, attempt: int = 1) -> Generate:
@@ -36,23 +37,6 @@ def make_request(name: str = "r1", *, max_tokens: int = 8, attempt: int = 1) -> 
         prompt_token_ids=[1, 2, 3],
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
     )
-
-
-async def eventually(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_true():  # noqa: ASYNC110 - polls what other tasks change
-            await asyncio.sleep(0.005)
-
-
-async def read_all(stream: AsyncIterator[TokenEvent]) -> tuple[list[int], TokenEvent]:
-    token_ids: list[int] = []
-    last = None
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in stream:
-            token_ids += event.token_ids
-            last = event
-    assert last is not None
-    return token_ids, last
 
 
 @pytest.fixture

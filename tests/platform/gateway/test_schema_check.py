@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import time
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -22,6 +22,7 @@ from loraplex_platform.gateway.schema_check import check_schema, followable
 
 from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import BASE, Stand
+from tests.support.cpu_time import least_s
 from tests.support.grammars import VOCAB_SIZE, write_tokenizer
 
 
@@ -140,22 +141,21 @@ def test_a_reference_into_a_one_of_still_finds_it(tokenizer: Any) -> None:
 def test_many_references_take_no_time() -> None:
     places = {f"p{i}": {"$ref": "#/$defs/word"} for i in range(2000)}
     schema = {"properties": places, "$defs": {"word": {"enum": ["x"] * 2000}}}
-    began_s = time.process_time()
 
-    check_schema(schema, "schema")
-
-    assert time.process_time() - began_s < 0.5
+    assert least_s(lambda: check_schema(schema, "schema"), enough_s=0.5) < 0.5
 
 
 def test_many_alternatives_take_no_time_to_refuse() -> None:
     wide = [{"oneOf": [{"type": "object", "required": [f"p{i}"]} for i in range(300)]}] * 5
     deep: dict[str, Any] = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}] * 60}}}
     deep["oneOf"] = [{"$ref": "#/$defs/n"}, {"allOf": [{"$ref": "#/$defs/n"}] * 60}]
-    for schema in ({"anyOf": wide}, deep):
-        began_s = time.process_time()
+
+    def refuse(schema: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequestError):
             check_schema(schema, "schema")
-        assert time.process_time() - began_s < 1.0
+
+    for schema in ({"anyOf": wide}, deep):
+        assert least_s(partial(refuse, schema), enough_s=1.0) < 1.0
 
 
 # ------------------------------------------------------------------ values
