@@ -334,6 +334,8 @@ def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) ->
         fingerprint_model(small_model, dtype="float32", image="sha256:1"),
         fingerprint_model(small_model, dtype="float32", kv_cache_dtype="int8"),
         fingerprint_model(small_model, dtype="float32", kv_cache_dtype="fp8"),
+        fingerprint_model(small_model, dtype="float32", quantization="int8"),
+        fingerprint_model(small_model, dtype="float32", quantization="int4"),
     }
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         (small_model / name).write_text("changed")
@@ -341,7 +343,7 @@ def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) ->
     (small_model / "generation_config.json").write_text("{}")
     seen.add(fingerprint_model(small_model, dtype="float32"))
 
-    assert len(seen) == 10
+    assert len(seen) == 12
     assert fingerprint_model(small_model, dtype="float32") in seen
 
 

@@ -60,6 +60,26 @@ def config(**settings: Any) -> EngineConfig:
             {"device": "cuda", "attention_backend": "native"},
             "attention_backend is 'native', which computes on a CPU, but device is 'cuda': use triton",
         ),
+        (
+            {"quantization": "int2"},
+            "quantization is 'int2': choose one of none, int8, int4",
+        ),
+        (
+            {"linear_backend": "mkl"},
+            "linear_backend is 'mkl': choose one of auto, native, onednn, torch",
+        ),
+        (
+            {"quantization": "int4", "linear_backend": "onednn"},
+            "quantization is 'int4', but linear_backend 'onednn' keeps .*: use linear_backend auto",
+        ),
+        (
+            {"quantization": "int8", "device": "cuda"},
+            "quantization is 'int8', which is of a CPU's linear layers, .*: use none",
+        ),
+        (
+            {"linear_backend": "native", "attention_backend": "triton"},
+            "linear_backend is 'native', which is of a CPU's linear layers, .*: use auto",
+        ),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0: use a share above 0"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization is nan"),
         (

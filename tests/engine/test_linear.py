@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from loraplex_engine.model.linear import (
+    CublasMethod,
     LinearMethod,
     PackedMethod,
     PlainMethod,
@@ -21,6 +22,8 @@ METHODS: list[tuple[LinearMethod, torch.dtype]] = [
     (choose_method(torch.bfloat16), torch.bfloat16),
     (UpcastMethod(choose_method(torch.float32)), torch.bfloat16),
 ]
+# How many rows a method wants at a time.
+MULTIPLES = {"torch": 4, "onednn": 4, "torch_fp32": 4, "onednn_fp32": 4, "cublas": 1}
 IDS = [f"{method.name}-{str(dtype).removeprefix('torch.')}" for method, dtype in METHODS]
 SHAPES = [(576, 960), (100, 48), (1536, 576), (40, 7)]
 
@@ -65,6 +68,22 @@ def test_zero_rows_give_zero_rows() -> None:
     linear = PlainMethod().pack(torch.ones(3, 5), None)
 
     assert linear(torch.ones(0, 5)).shape == (0, 3)
+
+
+def test_methods_say_what_rows_they_want() -> None:
+    methods = [*(method for method, _ in METHODS), CublasMethod()]
+
+    assert {method.name: method.row_multiple for method in methods}.items() <= MULTIPLES.items()
+
+
+@pytest.mark.parametrize("method", [method for method, _ in METHODS[:3]], ids=IDS[:3])
+def test_a_head_is_a_linear_without_bias(method: LinearMethod) -> None:
+    weight, x = torch.randn(9, 24), torch.randn(5, 24)
+    dtype = torch.bfloat16 if method is METHODS[1][0] else torch.float32
+
+    y = method.pack_head(weight.to(dtype))(x.to(dtype))
+
+    assert torch.equal(y, method.pack(weight.to(dtype), None)(x.to(dtype)))
 
 
 def test_the_method_fits_the_cpu() -> None:

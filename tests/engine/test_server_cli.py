@@ -93,6 +93,21 @@ def test_the_device_s_flags() -> None:
     assert config.ops_backend == "torch"
 
 
+def test_the_linears_flags() -> None:
+    usual = ["--model-dir", "/m", "--journal-dir", "/j", "--address", "ipc:///x"]
+
+    def read(*flags: str, **environ: str) -> tuple[str, str]:
+        _, config, _ = read_options([*usual, *flags], environ)
+        return config.linear_backend, config.quantization
+
+    assert read() == ("auto", "none")
+    assert read("--linear-backend", "onednn") == ("onednn", "none")
+    assert read("--quantization", "int4") == ("auto", "int4")
+    assert read(LORAPLEX_ENGINE_QUANTIZATION="int8") == ("auto", "int8")
+    with pytest.raises(ConfigError, match="quantization is 'int8', but linear_backend 'torch'"):
+        read("--quantization", "int8", "--linear-backend", "torch")
+
+
 def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

@@ -56,6 +56,7 @@ class ModelStand:
             num_threads=1,
             dtype=self.dtype,
             ops_backend=self.backend,
+            linear_backend="native" if self.backend == "native" else "onednn",
             **settings,
         )
         model, sizes = load_model(config, cache=self.kernels)

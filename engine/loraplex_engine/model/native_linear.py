@@ -44,6 +44,7 @@ class NativeLinear:
     def __init__(self, packed: PackedLinear) -> None:
         self.packed: Final = packed
         self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.weight_bytes: Final = packed.num_bytes
 
     def __call__(self, x_MK: Tensor, phase: Phase = "prefill") -> Tensor:
         """See `Linear`."""
@@ -53,8 +54,8 @@ class NativeLinear:
 class NativeMethod:
     """The kernel of linear.c: fp32 sums whatever the dtype, rounded once."""
 
-    name: Final = "native"
-    row_multiple: Final = 1
+    name = "native"
+    row_multiple = 1
 
     def __init__(self, kernel: LinearKernel) -> None:
         self._kernel = kernel
@@ -88,11 +89,11 @@ class QuantizationReport:
 class QuantizedMethod:
     """Weights of eight or four bits. lm_head has eight in both: its errors go straight into the scores."""
 
-    row_multiple: Final = 1
+    row_multiple = 1
 
     def __init__(self, kernel: LinearKernel, quantizer: Quantizer, *, bits: int) -> None:
         assert bits in (4, 8)
-        self.name: Final = f"native_int{bits}"
+        self.name = f"native_int{bits}"
         self._kernel = kernel
         self._quantize_head = quantizer.int8
         self._quantize = quantizer.int8 if bits == 8 else quantizer.int4
