@@ -9,18 +9,22 @@ Operands go to the tensor cores in the model's dtype; fp32 is multiplied in full
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from loraplex_kernels.aot_case import AotCase
 from loraplex_kernels.grid import ceil_div
-from loraplex_kernels.plans import Plan, PlanTable
+from loraplex_kernels.plans import COLUMNS, Plan, PlanTable
 from loraplex_kernels.support import Support, dtype_name, dtype_size, triton_type
+from loraplex_kernels.tune import Launch, TuneCase, candidates
 
 KERNEL = "gemm"
+_OUTPUTS, _INPUTS = 28_672, 4096  # gate_up of Llama-3.1-8B
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def gemm(
 
 def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
     """Every entry at gate_up of Llama-3.1-8B; bf16 on tensor cores, fp32 where the entry is made for it."""
-    num_outputs, num_inputs = 28_672, 4096
+    num_outputs, num_inputs = _OUTPUTS, _INPUTS
     for entry in table.entries(KERNEL):
         dtype = entry.when.dtype or "bf16"
         rows = 64 if entry.when.phase == "decode" else 8192
@@ -167,6 +171,57 @@ def aot_cases(table: PlanTable, support: Support) -> Iterator[AotCase]:
             flops=2 * rows * num_inputs * num_outputs,
             shape=f"M={rows} N={num_outputs} K={num_inputs}",
         )
+
+
+def tune_cases(
+    table: PlanTable,
+    device: torch.device,
+    *,
+    num_outputs: int = _OUTPUTS,
+    num_inputs: int = _INPUTS,
+) -> Iterator[TuneCase]:
+    """Every entry at gate_up of Llama-3.1-8B; tensors are made when a plan is bound.
+
+    Every candidate walks K in the same order by the same instruction, so both columns may be rewritten, each entry
+    on its own: decode's sums and prefill's stay the same.
+    """
+
+    @cache
+    def operands(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        x_MK = torch.randn(rows, num_inputs, device=device, dtype=dtype)
+        weight_NK = torch.randn(num_outputs, num_inputs, device=device, dtype=dtype)
+        return x_MK, weight_NK, x_MK.new_empty(rows, num_outputs)
+
+    for index, entry in enumerate(table.entries(KERNEL)):
+        dtype = torch.float32 if entry.when.dtype == "fp32" else torch.bfloat16
+        rows = 64 if entry.when.phase == "decode" else 2048
+
+        def bind(plan: Plan, rows: int = rows, dtype: torch.dtype = dtype) -> Launch:
+            x_MK, weight_NK, out_MN = operands(rows, dtype)
+            return lambda: gemm(x_MK, weight_NK, None, plan, out_MN=out_MN)
+
+        yield TuneCase(
+            KERNEL,
+            index,
+            f"M={rows} N={num_outputs} K={num_inputs}",
+            _space(entry.when.dtype == "fp32"),
+            bind,
+            columns=COLUMNS,
+        )
+
+
+def _space(is_fp32: bool) -> Sequence[Plan]:
+    """Tiles of 64 rows or more, in warps by four: wgmma where there is one, as all of the table's."""
+    if is_fp32:
+        tiles = {"BLOCK_M": (64,), "BLOCK_N": (32, 64), "BLOCK_K": (16, 32), "GROUP_M": (8,)}
+        return candidates(tiles, warps=(4, 8), stages=(2, 3))
+    tiles = {
+        "BLOCK_M": (64, 128),
+        "BLOCK_N": (32, 64, 128, 256),
+        "BLOCK_K": (64, 128),
+        "GROUP_M": (8,),
+    }
+    return candidates(tiles, warps=(4, 8), stages=(3, 4))
 
 
 def _constants(plan: Plan, num_inputs: int, *, has_bias: bool) -> dict[str, bool]:

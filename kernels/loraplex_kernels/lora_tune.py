@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ def tune_cases(
                 if not fitting:
                     continue  # another dtype's, or for inputs wider than the site's
                 work = fitting[-1]
-                site = _make_site(work, device, num_inputs, widths)
+                # Made when a plan is bound, so that asking for another kernel's cases costs nothing.
+                site = cache(partial(_make_site, work, device, num_inputs, widths))
                 other = work.choose(table, kernels[1 - position])
                 yield TuneCase(
                     kernel,
@@ -95,10 +97,10 @@ def tune_cases(
                 )
 
 
-def _binder(site: _Site, other: Plan, *, is_shrink: bool) -> Callable[[Plan], Launch]:
+def _binder(site: Callable[[], _Site], other: Plan, *, is_shrink: bool) -> Callable[[Plan], Launch]:
     if is_shrink:
-        return lambda plan: site.launch(plan, other)
-    return lambda plan: site.launch(other, plan)
+        return lambda plan: site().launch(plan, other)
+    return lambda plan: site().launch(other, plan)
 
 
 def _space(kernel: str, work: LoraWork) -> Sequence[Plan]:

@@ -43,27 +43,28 @@ MAX_SPLITS = 64
 
 @triton.jit
 def _splits(
-    length,
-    num_splits,
-    BLOCK_N: tl.constexpr,
-    LEAST_PART: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    length, num_splits, least_part, split_size, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 ):
     """(origin, size, first, end): split s, first <= s < end, covers origin + s * size and `size` positions."""
-    begin = 0
+    origin, first = length * 0, length * 0
     if WINDOW > 0:
-        begin = tl.maximum(length - WINDOW, 0)
-    if SPLIT_SIZE > 0:
-        return 0, SPLIT_SIZE, begin // SPLIT_SIZE, tl.cdiv(length, SPLIT_SIZE)
-    origin = begin // BLOCK_N * BLOCK_N
-    least = tl.cdiv(LEAST_PART, BLOCK_N)
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N), least) * BLOCK_N
-    return origin, size, 0, tl.cdiv(length - origin, size)
+        origin = tl.maximum(length - WINDOW, 0)
+    if split_size > 0:
+        size = split_size // BLOCK_N
+        first = origin // split_size
+        origin = length * 0
+    else:
+        origin = origin // BLOCK_N * BLOCK_N
+        least = tl.cdiv(least_part, BLOCK_N)
+        size = tl.maximum(tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N), least)
+    # Written so that the compiler knows it as a multiple of the tile.
+    size = size * BLOCK_N
+    return origin, size, first, tl.cdiv(length - origin, size)
 
 
-# What differs from bucket to bucket gets no variant of the kernel of its own.
-@triton.jit(do_not_specialize=["num_splits", "num_planes"])
+# What differs from bucket to bucket, from column to column or with the context's length gets no variant of the kernel
+# of its own.
+@triton.jit(do_not_specialize=["num_splits", "num_planes", "least_part", "split_size"])
 def _paged_decode(
     q_ptr,
     kv_ptr,
@@ -76,6 +77,8 @@ def _paged_decode(
     plane_rows,
     num_splits,
     num_planes,
+    least_part,
+    split_size,
     score_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -84,8 +87,6 @@ def _paged_decode(
     BLOCK_H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST_PART: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -103,7 +104,7 @@ def _paged_decode(
     column = (kv_head * GROUP + head)[:, None] * HEAD_DIM + width[None, :]
     q = tl.load(q_ptr + out_row * q_stride + column, mask=mask, other=0.0)
 
-    origin, size, first, end = _splits(length, num_splits, BLOCK_N, LEAST_PART, SPLIT_SIZE, WINDOW)
+    origin, size, first, end = _splits(length, num_splits, least_part, split_size, BLOCK_N, WINDOW)
     for split in range(first + tl.program_id(2), end, tl.num_programs(2)):
         top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_H,), tl.float32)
@@ -141,7 +142,7 @@ def _paged_decode(
         tl.store(total_ptr + plane[:, None] * HEAD_DIM + width[None, :], total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_planes"])
+@triton.jit(do_not_specialize=["num_splits", "num_planes", "least_part", "split_size"])
 def _paged_decode_combine(
     entry_ptr,
     total_ptr,
@@ -150,12 +151,12 @@ def _paged_decode_combine(
     out_stride,
     num_splits,
     num_planes,
+    least_part,
+    split_size,
     HEAD_DIM: tl.constexpr,
     PAD_DIM: tl.constexpr,
     PAD_PLANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST_PART: tl.constexpr,
-    SPLIT_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -163,7 +164,7 @@ def _paged_decode_combine(
     out_row = tl.load(entry_ptr + entry * 4).to(tl.int64)
     length = tl.load(entry_ptr + entry * 4 + 1)
     _origin, _size, first, end = _splits(
-        length, num_splits, BLOCK_N, LEAST_PART, SPLIT_SIZE, WINDOW
+        length, num_splits, least_part, split_size, BLOCK_N, WINDOW
     )
 
     split = tl.arange(0, PAD_PLANES)
@@ -194,6 +195,7 @@ class Splitting:
 
     num_planes: int  # per (entry, head) in the workspace
     num_splits: int  # fast: parts of a row; invariant: 0
+    least_part: int  # fast: keys of a part at least; invariant: 0
     split_size: int  # invariant: positions of a split; fast: 0
     programs: int  # that share a (row, kv head)
 
@@ -207,11 +209,11 @@ class Splitting:
         size = plan.config.get("SPLIT_SIZE", 0)
         if not size:
             num_splits = min(plan.config["NUM_SPLITS"], MAX_SPLITS)
-            return cls(num_splits, num_splits, 0, num_splits)
+            return cls(num_splits, num_splits, plan.config["LEAST_PART"], 0, num_splits)
         while size * MAX_SPLITS < max_length:
             size *= 2
         num_planes = max(1, ceil_div(max_length, size))
-        return cls(num_planes, 0, size, min(plan.config["PROGRAMS"], num_planes))
+        return cls(num_planes, 0, 0, size, min(plan.config["PROGRAMS"], num_planes))
 
     def workspace_size(self, num_entries: int, num_heads: int, head_dim: int) -> int:
         """Fp32 numbers that a launch needs for its splits."""
@@ -293,6 +295,8 @@ def paged_decode(
         num_blocks * num_kv_heads * block_size,
         splitting.num_splits,
         splitting.num_planes,
+        splitting.least_part,
+        splitting.split_size,
         head_dim**-0.5,
         **constants,
         **plan.options(),
@@ -305,6 +309,8 @@ def paged_decode(
         out_TW.stride(0),
         splitting.num_splits,
         splitting.num_planes,
+        splitting.least_part,
+        splitting.split_size,
         **_combine_constants(constants, splitting),
         **_combine_plan(plan).options(),
     )
@@ -333,8 +339,6 @@ def _constants(
         "BLOCK_H": max(16, next_power_of_2(group)),
         "BLOCK_SIZE": block_size,
         "BLOCK_N": plan.config["BLOCK_N"],
-        "LEAST_PART": 0 if splitting.split_size else plan.config["LEAST_PART"],
-        "SPLIT_SIZE": splitting.split_size,
         "IS_QUANTIZED": is_quantized,
         "WINDOW": window or 0,
         "SOFT_CAP": soft_cap or 0.0,
@@ -344,7 +348,7 @@ def _constants(
 def _combine_constants(
     constants: Mapping[str, int | float | bool], splitting: Splitting
 ) -> dict[str, int | float | bool]:
-    shared = ("HEAD_DIM", "PAD_DIM", "BLOCK_N", "LEAST_PART", "SPLIT_SIZE", "WINDOW")
+    shared = ("HEAD_DIM", "PAD_DIM", "BLOCK_N", "WINDOW")
     return {
         "PAD_PLANES": next_power_of_2(splitting.num_planes),
         **{name: constants[name] for name in shared},
@@ -420,6 +424,8 @@ def _case(
             "plane_rows": "i32",
             "num_splits": "i32",
             "num_planes": "i32",
+            "least_part": "i32",
+            "split_size": "i32",
             "score_scale": "fp32",
         },
         constexprs=_constants(
@@ -475,6 +481,8 @@ def _combine_case(plan: Plan, support: Support) -> AotCase:
             "out_stride": "i32",
             "num_splits": "i32",
             "num_planes": "i32",
+            "least_part": "i32",
+            "split_size": "i32",
         },
         constexprs=_combine_constants(constants, splitting),
         divisible_by_16=("entry_ptr", "total_ptr", "stat_ptr", "out_ptr", "out_stride"),

@@ -29,7 +29,7 @@ from loraplex_kernels.counter_noise import (
 )
 from loraplex_kernels.grid import ceil_div, next_power_of_2
 from loraplex_kernels.plans import Plan, PlanTable
-from loraplex_kernels.sample_cutoff import order_key
+from loraplex_kernels.sample_keys import order_key
 from loraplex_kernels.sample_rows import NUM_FIELDS, POSITION, SEED, TEMPERATURE
 from loraplex_kernels.support import Support, dtype_size, triton_type
 

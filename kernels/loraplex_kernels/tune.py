@@ -1,11 +1,13 @@
-"""`python -m loraplex_kernels.tune`: measure launch plans on this GPU and rewrite the `fast` column with the best.
+"""`python -m loraplex_kernels.tune`: measure launch plans on this GPU and rewrite the tables with the best.
 
 A kernel module takes part by exporting
 
     def tune_cases(table: PlanTable, device: torch.device) -> Iterator[TuneCase]
 
-with one case for each entry it wants tuned, at the shape the entry is made for. The `invariant` column is never
-touched: there a plan is a promise about bits, not about speed. Without a GPU the command says so and succeeds.
+with one case for each entry it wants tuned, at the shape the entry is made for. It is the `fast` column that is
+rewritten: in `invariant` a plan is a promise about bits, not about speed. Where no candidate can break that promise
+(`gemm` keeps its order of sums, sampling counts in integers) a case says so by naming both columns.
+Without a GPU the command says so and succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 import loraplex_kernels
-from loraplex_kernels.plans import PLANS_FOLDER, Plan, PlanTable, open_plans
+from loraplex_kernels.plans import PLANS_FOLDER, Column, Plan, PlanTable, open_plans
 from loraplex_kernels.support import support_of
 
 # A plan is replaced only by one that is clearly quicker: below this, two runs of one plan differ as much.
@@ -43,6 +45,7 @@ class TuneCase:
     shape: str  # for people
     candidates: Sequence[Plan]
     bind: Callable[[Plan], Launch]  # the launch under a plan, its tensors made before
+    columns: tuple[Column, ...] = ("fast",)  # to be rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +98,22 @@ def choose(case: TuneCase, present: Plan, timer: Timer) -> Choice:
 
 
 def rewrite(choices: Sequence[Choice], *, arch: str, gpu: str, folder: Path = PLANS_FOLDER) -> None:
-    """Write the changed choices of one architecture into the `fast` column of their files."""
+    """Write the changed choices of one architecture into their cases' columns of the files."""
     for choice in choices:
         if not choice.is_changed:
             continue
         path = folder / arch / f"{choice.case.kernel}.json"
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        document["entries"][choice.case.entry_index]["fast"] = {
-            "config": dict(choice.best.config),
-            "num_warps": choice.best.num_warps,
-            "num_stages": choice.best.num_stages,
-            "reason": (
-                f"measured on {gpu} at {choice.case.shape}: {choice.best_us:.1f} us, "
-                f"{choice.present_us:.1f} us before"
-            ),
-        }
+        for column in choice.case.columns:
+            document["entries"][choice.case.entry_index][column] = {
+                "config": dict(choice.best.config),
+                "num_warps": choice.best.num_warps,
+                "num_stages": choice.best.num_stages,
+                "reason": (
+                    f"measured on {gpu} at {choice.case.shape}: {choice.best_us:.1f} us, "
+                    f"{choice.present_us:.1f} us before"
+                ),
+            }
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 # A plan table is one of a kernel, but for the rows' routing, which is the host's, and decode's second launch,
 # which goes by the first one's plan.
 KERNELS = {path.stem for path in PLANS_FOLDER.glob("*/*.json")} - {"lora_route"} | {
-    "paged_decode_combine"
+    "paged_decode_combine",
+    "sample_split",
 }
 FIELDS = {
     *("kernel", "arch", "dtype", "plan", "config", "shape", "registers", "shared_bytes", "spills"),

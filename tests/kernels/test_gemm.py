@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loraplex_kernels import reference
-from loraplex_kernels.gemm import gemm
-from loraplex_kernels.plans import Phase, Plan, open_plans
+from loraplex_kernels.gemm import gemm, tune_cases
+from loraplex_kernels.plans import COLUMNS, Phase, Plan, open_plans
 from loraplex_kernels.support import ARCHITECTURES, dtype_name
 from torch import Tensor
 
@@ -159,3 +159,28 @@ def test_a_wrong_argument_is_named(name: str, arguments: dict[str, Tensor]) -> N
 
     with pytest.raises(ValueError, match=rf"^{name} is "):
         gemm(**{**right, **arguments}, plan=SMALL)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_entry_is_tuned_in_both_columns_by_tiles_of_the_same_instruction(arch: str) -> None:
+    table = open_plans(arch, "fast")
+
+    cases = list(tune_cases(table, torch.device("cpu")))
+
+    assert [case.entry_index for case in cases] == list(range(len(table.entries("gemm"))))
+    for case in cases:
+        assert case.columns == COLUMNS
+        assert len(case.candidates) > 1
+        present = table.entries("gemm")[case.entry_index].plan
+        for candidate in (present, *case.candidates):
+            assert candidate.config["BLOCK_M"] % 64 == 0
+            assert candidate.num_warps % 4 == 0
+
+
+def test_a_case_of_the_tuner_launches_its_candidates(device: torch.device) -> None:
+    case = list(tune_cases(open_plans("sm_90", "fast"), device, num_outputs=40, num_inputs=40))[1]
+
+    out = case.bind(case.candidates[0])()
+
+    assert isinstance(out, Tensor)
+    assert out.shape == (64, 40)

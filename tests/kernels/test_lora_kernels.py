@@ -28,6 +28,8 @@ from tests.support.lora_inputs import (
     Adapters,
     add_embedding,
     add_linear,
+    exact_embedding,
+    exact_linear,
     expected_embedding,
     expected_linear,
     make_adapters,
@@ -35,12 +37,13 @@ from tests.support.lora_inputs import (
 )
 
 CPU = torch.device("cpu")
-# Rounding once costs half a unit in the last place; the sums before it are in another order than the reference's,
-# and h is split in two for the tensor cores. In fp32 the order is all: the terms of a sum over 64 ranks and 96 inputs
-# are larger than it.
-UNITS = {torch.float32: 100.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+# bf16 and fp16, in units in the last place of the result, or of y where they cancel: rounding once costs half of one;
+# the sums before it are in another order than the reference's, and h is split in two for the tensor cores.
+# fp32, against fp64, in units of what may be lost: each term is rounded by its scale and by y's addition (epsilon of
+# its size), the result once more; sums in between round either way. A lost last k is a thousand of them.
+UNITS = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 KINDS = {"grouped": 16, "wide": 32, "rows": 1}
-# (kernel, dtype) -> worst error in units in the last place of the sum's largest term
+# (kernel, dtype) -> worst error in the units above
 worst: dict[tuple[str, str], tuple[float, int]] = {}
 
 
@@ -80,19 +83,40 @@ def inputs(shape: Shape, dtype: torch.dtype, seed: int = 0) -> tuple[Adapters, T
     return adapters, y_TN, x_TK
 
 
-def note(kernel: str, dtype: torch.dtype, result: Tensor, wanted: Tensor, size: Tensor) -> float:
-    """The worst error in units in the last place of `size`; remembered for the table."""
-    unit = torch.finfo(dtype).eps * size.float().abs().clamp_min(1.0)
-    error = ((result.float() - wanted.float()).abs() / unit).max().item() if len(result) else 0.0
+def note(kernel: str, dtype: torch.dtype, error: Tensor, unit: Tensor) -> float:
+    """The worst error in units; remembered for the table."""
+    most = (error.abs() / unit).max().item() if len(error) else 0.0
     key = kernel, str(dtype).removeprefix("torch.")
     before, count = worst.get(key, (0.0, 0))
-    worst[key] = max(before, error), count + 1
-    return error
+    worst[key] = max(before, most), count + 1
+    return most
 
 
-def largest_term(y_TN: Tensor, wanted: Tensor) -> Tensor:
-    """What the rounding of the last sum is relative to, and the delta where it cancels with y."""
-    return torch.maximum(y_TN.float().abs(), wanted.float().abs())
+def fp32_unit(exact: Tensor, size: Tensor) -> Tensor:
+    """What fp32 may lose of a sum in any order but a bad one; fp64, like `exact` and the `size` of its terms."""
+    return torch.finfo(torch.float32).eps * (0.5 * exact.abs() + size)
+
+
+def unit_of(y_TN: Tensor, wanted: Tensor) -> Tensor:
+    """Of the last place of what the rounding of the last sum is relative to, and of the delta where it cancels."""
+    largest = torch.maximum(y_TN.float().abs(), wanted.float().abs())
+    return torch.finfo(y_TN.dtype).eps * largest.clamp_min(1.0)
+
+
+def error_of_linear(
+    kernel: str,
+    result: Tensor,
+    y_TN: Tensor,
+    x_TK: Tensor,
+    adapters: Adapters,
+    slots: tuple[int, ...],
+) -> float:
+    """In the units of y's dtype."""
+    if y_TN.dtype == torch.float32:
+        exact, size = exact_linear(y_TN, x_TK, adapters, slots)
+        return note(kernel, y_TN.dtype, result - exact, fp32_unit(exact, size))
+    wanted = expected_linear(y_TN, x_TK, adapters, slots)
+    return note(kernel, y_TN.dtype, result.float() - wanted.float(), unit_of(y_TN, wanted))
 
 
 def is_repeated(name: str, kind: str, dtype: torch.dtype) -> bool:
@@ -129,12 +153,27 @@ def test_equals_the_reference(name: str, kind: str, dtype: torch.dtype) -> None:
 
     result = add_linear(y_TN, x_TK, adapters, shape.slots, block_rows=KINDS[kind])
 
-    wanted = expected_linear(y_TN, x_TK, adapters, shape.slots)
-    error = note(f"linear, {kind}", dtype, result, wanted, largest_term(y_TN, wanted))
+    error = error_of_linear(f"linear, {kind}", result, y_TN, x_TK, adapters, shape.slots)
     assert error <= UNITS[dtype]
     base = torch.tensor(shape.slots) < 0
     assert torch.equal(result[base], y_TN[base])
     assert base.all() or not torch.equal(result[~base], y_TN[~base])
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "nobody"])
+def test_the_fp32_bound_sees_a_lost_k(name: str) -> None:
+    """In every row, by far: what a kernel may lose to rounding is no term of the sum."""
+    shape = SHAPES[name]
+    adapters, y_TN, x_TK = inputs(shape, torch.float32)
+    is_routed = torch.tensor(shape.slots) >= 0
+    exact, size = exact_linear(y_TN, x_TK, adapters, shape.slots)
+    short_x = x_TK.clone()
+    short_x[:, -1] = 0.0
+
+    lost, _ = exact_linear(y_TN, short_x, adapters, shape.slots)
+
+    error = ((lost - exact).abs() / fp32_unit(exact, size))[is_routed]
+    assert error.amax(1).min() > 1000 * UNITS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,8 +189,14 @@ def test_the_embedding_equals_the_reference(kind: str, dtype: torch.dtype) -> No
     result = add_embedding(y_TH, token_T, adapters, slots, block_rows=KINDS[kind])
 
     token_T[2] = 0
-    wanted = expected_embedding(y_TH, token_T, adapters, slots)
-    error = note(f"embedding, {kind}", dtype, result, wanted, largest_term(y_TH, wanted))
+    if dtype == torch.float32:
+        exact, size = exact_embedding(y_TH, token_T, adapters, slots)
+        error = note(f"embedding, {kind}", dtype, result - exact, fp32_unit(exact, size))
+    else:
+        wanted = expected_embedding(y_TH, token_T, adapters, slots)
+        error = note(
+            f"embedding, {kind}", dtype, result.float() - wanted.float(), unit_of(y_TH, wanted)
+        )
     assert error <= UNITS[dtype]
     assert torch.equal(result[[2, 6]], y_TH[[2, 6]])
 
@@ -181,8 +226,7 @@ def test_equals_the_reference_at_any_shape(
 
     result = add_linear(y_TN, x_TK, adapters, rows, block_rows=KINDS[kind])
 
-    wanted = expected_linear(y_TN, x_TK, adapters, rows)
-    error = note(f"linear, {kind}", dtype, result, wanted, largest_term(y_TN, wanted))
+    error = error_of_linear(f"linear, {kind}", result, y_TN, x_TK, adapters, rows)
     assert error <= UNITS[dtype]
 
 
@@ -397,7 +441,7 @@ def test_slots_and_images_that_do_not_fit_are_refused() -> None:
 
 
 def test_table_of_worst_errors() -> None:
-    """`pytest -rP` shows it. In units in the last place of the result, or of y where they cancel."""
+    """`pytest -rP` shows it. In the units above `UNITS`."""
     print(f"{'kernel':20} {'dtype':10} {'cases':>5} {'worst':>8}")
     for (kernel, dtype), (error, count) in sorted(worst.items()):
         print(f"{kernel:20} {dtype:10} {count:5} {error:8.3f}")

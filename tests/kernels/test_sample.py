@@ -25,11 +25,13 @@ from loraplex_kernels.counter_noise import (
     random_bits_at,
     random_bits_from,
 )
-from loraplex_kernels.plans import PlanTable, open_plans
+from loraplex_kernels.plans import COLUMNS, Column, Plan, PlanTable, open_plans
 from loraplex_kernels.sample import Drawn, sample
 from loraplex_kernels.sample_cutoff import sample_cutoff
 from loraplex_kernels.sample_draw import FINE, NOT_FINITE, STUCK
 from loraplex_kernels.sample_rows import NUM_FIELDS, pack_rows
+from loraplex_kernels.sample_split import num_shares
+from loraplex_kernels.support import ARCHITECTURES
 
 PLANS = open_plans("sm_90", "fast")
 
@@ -97,11 +99,11 @@ def on_host(
     return sample_on_host(logits_RV.float().cpu().numpy(), host_rows).token_ids_R
 
 
-def small_plans(folder: Path) -> PlanTable:
-    """Many blocks and chunks of few ids."""
+def small_plans(folder: Path, num_splits: int = 1) -> PlanTable:
+    """Many blocks and chunks of few ids; rows that filter are shared out to so many programs."""
     (folder / "sm_90").mkdir()
     for kernel, config in (
-        ("sample_cutoff", {"BLOCK": 16}),
+        ("sample_cutoff", {"BLOCK": 16, "NUM_SPLITS": num_splits}),
         ("sample_draw", {"CHUNK": 64, "BLOCK": 16}),
         ("sample_pick", {}),
     ):
@@ -268,6 +270,99 @@ def test_any_row_keeps_what_the_host_keeps(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     assert_kept(values, row, kept_on_device(values, row, PLANS, device))
+
+
+def cutoffs(logits_RV: torch.Tensor, rows: Sequence[SamplingParams], plan: Plan) -> list[list[int]]:
+    """[cutoffs, last ids] of the rows."""
+    packed, _ = pack(rows, range(len(rows)))
+    found = torch.full((2, len(rows)), -77, dtype=torch.int32, device=logits_RV.device)
+    sample_cutoff(logits_RV, torch.from_numpy(packed).to(logits_RV.device), *found, plan)
+    return found.tolist()
+
+
+def split_plan(num_splits: int, block: int = 16) -> Plan:
+    return Plan({"BLOCK": block, "NUM_SPLITS": num_splits}, 4, 1, "for tests")
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(size: int, **more: Any) -> torch.Tensor:
+        return torch.full((size,), 2**62 - 5, **more)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32)),
+    ],
+    ids=str,
+)
+def test_a_row_shared_out_to_programs_has_the_same_cutoff(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filters = FILTERS[1::3] if dtype == torch.bfloat16 else FILTERS  # interpreted: a second each
+    rows = [*filters, GREEDY, *[params(top_k=5, top_p=0.9)] * 5]
+    logits = torch.from_numpy(logits_of(len(rows), 90, seed=4)).to(dtype).to(device)
+    logits[2::4] = logits[2::4].round()  # ties, some of them at the border
+    bad = len(rows) - 5
+    logits[bad, 80], logits[bad + 1, 3] = torch.nan, torch.inf
+    logits[bad + 2] = -torch.inf
+    logits[bad + 3, 10:] = -torch.inf
+    logits[bad + 4] = 0.0
+    logits[bad + 4, ::2] = -0.0
+    whole = cutoffs(logits, rows, split_plan(1))
+    poison_empty(monkeypatch)
+
+    assert cutoffs(logits, rows, split_plan(2, 64)) == whole
+    assert -77 not in whole[0] + whole[1]
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(LOGIT, min_size=9, max_size=40),
+    num_splits=st.integers(2, 5),
+    top_k=st.integers(0, 41),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 0.999)),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.5, 1.0]),
+    temperature=st.sampled_from([1e-7, 0.4, 1.0, 2.0]),
+)
+def test_any_row_shared_out_has_the_same_cutoff(
+    logits: list[float],
+    num_splits: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    row = torch.tensor([logits], device=device)
+    rows = [params(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)]
+
+    assert cutoffs(row, rows, split_plan(num_splits, 8)) == cutoffs(row, rows, split_plan(1))
+
+
+def test_a_short_row_is_shared_out_to_few_programs() -> None:
+    assert [num_shares(size, split_plan(4)) for size in (1, 16, 17, 64, 65, 1_000)] == [
+        1,
+        1,
+        2,
+        4,
+        3,
+        4,
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("column", COLUMNS)
+def test_few_rows_of_a_large_vocabulary_are_shared_out(arch: str, column: Column) -> None:
+    plans = open_plans(arch, column)
+
+    def shares(tokens: int) -> int:
+        return num_shares(128_256, plans.choose("sample_cutoff", phase="decode", tokens=tokens))
+
+    assert [shares(tokens) for tokens in (1, 8, 64, 65)] == [16, 16, 4, 1]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 6])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from loraplex_kernels import tune
-from loraplex_kernels.plans import Plan, PlanTable, open_plans
+from loraplex_kernels.plans import COLUMNS, Plan, PlanTable, open_plans
 from loraplex_kernels.tune import (
     MIN_GAIN,
     Choice,
@@ -93,6 +94,25 @@ def test_only_the_fast_column_of_what_changed_is_rewritten(tmp_path: Path) -> No
     last = PlanTable("sm_90", "fast", tmp_path).entries("k")[1].plan
     assert (last.config, last.num_warps) == ({"BLOCK": 2}, 8)
     assert last.reason == "measured on H200 at T=1: 5.0 us, 10.0 us before"
+
+
+def test_a_case_of_both_columns_rewrites_both(tmp_path: Path) -> None:
+    old = {"config": {"BLOCK": 1}, "num_warps": 4, "num_stages": 1, "reason": "as it is"}
+    path = tmp_path / "sm_90" / "k.json"
+    path.parent.mkdir()
+    entries = [
+        {"when": {"max_k": 8}, "fast": old, "invariant": old},
+        {"when": {}, "fast": old, "invariant": old},
+    ]
+    path.write_text(json.dumps({"kernel": "k", "arch": "sm_90", "entries": entries}))
+    case, timer = timings({1: 10.0, 2: 5.0})
+    case = replace(case, columns=COLUMNS)
+
+    rewrite([choose(case, PRESENT, timer)], arch="sm_90", gpu="H200", folder=tmp_path)
+
+    assert json.loads(path.read_text())["entries"][0] == entries[0]
+    for column in COLUMNS:
+        assert PlanTable("sm_90", column, tmp_path).entries("k")[1].plan.config == {"BLOCK": 2}
 
 
 def test_kernels_offer_cases_that_launch(device: torch.device) -> None:

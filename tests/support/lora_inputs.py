@@ -202,3 +202,36 @@ def _stacked(
             b_LNR[slot, :, : part.a_RK.shape[0]] = part.b_NR.float()
             scale_L[slot] = part.scale
     return a_LRK, b_LNR, scale_L
+
+
+def exact_linear(
+    y_TN: Tensor, x_TK: Tensor, adapters: Adapters, slot_T: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """(the result in fp64, the sum of the sizes of the terms that it is the sum of), both (T, N)."""
+    result, size = y_TN.double(), y_TN.double().abs()
+    for row, slot in enumerate(slot_T):
+        if slot < 0:
+            continue
+        x_K = x_TK[row].double()
+        for part in adapters.pairs[slot][LINEAR].parts:
+            begin = sum(adapters.widths[: part.position])
+            columns = slice(begin, begin + adapters.widths[part.position])
+            a_RK, b_NR = part.a_RK.double(), part.b_NR.double()
+            result[row, columns] += part.scale * (b_NR @ (a_RK @ x_K))
+            size[row, columns] += abs(part.scale) * (b_NR.abs() @ (a_RK.abs() @ x_K.abs()))
+    return result, size
+
+
+def exact_embedding(
+    y_TH: Tensor, token_T: Tensor, adapters: Adapters, slot_T: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """As `exact_linear`, of the embedding."""
+    result, size = y_TH.double(), y_TH.double().abs()
+    for row, slot in enumerate(slot_T):
+        if slot < 0:
+            continue
+        part = adapters.pairs[slot][EMBEDDING].parts[0]
+        a_R, b_NR = part.a_RK[:, int(token_T[row])].double(), part.b_NR.double()
+        result[row] += part.scale * (b_NR @ a_R)
+        size[row] += abs(part.scale) * (b_NR.abs() @ a_R.abs())
+    return result, size
