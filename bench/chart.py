@@ -97,7 +97,8 @@ def _group(group: Group, top: int) -> list[str]:
                 f'<rect x="{_LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2" '
                 f'class="{kind}"/>'
             )
-            text = f"{bar.value:,.{0 if bar.value >= 100 else 1}f} {group.unit}"
+            digits = 0 if bar.value >= 100 else 1 if bar.value >= 1 else 2
+            text = f"{bar.value:,.{digits}f} {group.unit}"
             parts.append(
                 f'<text x="{_LABEL_WIDTH + width + 8:.1f}" y="{middle}"{weight}>{escape(text)}'
                 f'<tspan class="note" dx="6">{escape(bar.note)}</tspan></text>'

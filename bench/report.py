@@ -138,7 +138,7 @@ def table(results: Results, workload: str) -> Table:
             Text(title),
             f"{statistics.median(speeds):.1f}{cut}",
             f"{min(speeds):.1f}-{max(speeds):.1f}" if len(speeds) > 1 else "-",
-            "" if ratio is None else f"{ratio:.2f}x",
+            "" if ratio is None else f"{ratio:.2f}x{cut}",
             _cell(results.roofline_share(workload, name), 100, 0),
             f"{of('ttft_p50_s')} / {of('ttft_p95_s')}",
             f"{of('inter_token_p50_s', 1e3, 0)} / {of('inter_token_p95_s', 1e3, 0)}",
@@ -183,8 +183,8 @@ def notes(results: Results) -> list[str]:
     ]
     if any(run.get("is_cut") for run in content["runs"]):
         lines.append(
-            f"{_CUT} cut off after {content['limit_s']:.0f} s: the speed until then; what was not "
-            "answered counts as failed"
+            f"{_CUT} cut off after {content['limit_s']:.0f} s: the speed until then, in which more prompts fall "
+            "than in the rest; what was not answered counts as failed"
         )
     if content.get("is_quick"):
         lines.append("--quick: few requests and tokens; these figures count for nothing")
@@ -218,7 +218,8 @@ def chart_groups(results: Results) -> list[chart.Group]:
                 bars.append(chart.Bar(title, None, reason[:70], is_ours=is_ours))
                 continue
             ratio = None if is_ours else results.ratio(name, contender)
-            note = "" if ratio is None else f"ours: {ratio:.1f}x"
+            cut = f" {_CUT} cut off" if results.is_cut(name, contender) else ""
+            note = ("" if ratio is None else f"ours: {ratio:.1f}x") + cut
             bars.append(chart.Bar(title, statistics.median(speeds.values()), note, is_ours=is_ours))
         groups.append(chart.Group(name, facts["title"], "tok/s", bars))
     return groups

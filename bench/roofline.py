@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--dtype", required=True, choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--adapters", type=Path, required=True, help="PEFT folders, by name")
-    parser.add_argument("files", nargs="+", help="workload file:requests in flight")
+    parser.add_argument("files", nargs="*", help="workload file:requests in flight")
     args = parser.parse_args()
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from loraplex_engine.artifact import ModelShape

@@ -111,6 +111,7 @@ def test_the_table_has_a_row_for_each_also_for_what_failed(content: dict[str, An
     assert "20 / -" in rows["Slow & Co."]
     assert "needs AVX512" in rows["Absent"]
     assert "10.0†" in rows["Cut"]
+    assert "10.00x†" in rows["Cut"]
     assert "3 of 4" in rows["Cut"]
     assert any("cut off after 60 s" in line for line in lines)
 
@@ -168,6 +169,7 @@ def test_the_chart_is_svg_for_light_and_dark_with_bars_in_proportion(
     texts = " ".join("".join(text.itertext()) for text in root.findall(f"{_SVG}text"))
     assert "Slow & Co." in texts
     assert "needs AVX512" in texts
+    assert "† cut off" in texts
     style = root.find(f"{_SVG}style")
     assert style is not None
     assert "prefers-color-scheme: dark" in (style.text or "")
