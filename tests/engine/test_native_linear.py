@@ -186,7 +186,7 @@ def test_onednn_that_torch_does_not_have_is_an_error(
 ) -> None:
     monkeypatch.setattr(native_linear, "can_pack", lambda _: False)
 
-    with pytest.raises(ConfigError, match="linear_backend is 'onednn', .*: use auto or torch"):
+    with pytest.raises(ConfigError, match=r"linear_backend is 'onednn', .*: use auto or torch"):
         open_linear_method(torch.float32, cache_dir=cache, num_threads=1, backend="onednn")
 
 
@@ -195,7 +195,7 @@ def test_without_a_folder_there_is_nothing_native() -> None:
         return open_linear_method(torch.float32, cache_dir=None, num_threads=1, **settings).name
 
     assert name_of() == choose_method(torch.float32).name
-    with pytest.raises(ConfigError, match="linear_backend is 'native', .*no folder"):
+    with pytest.raises(ConfigError, match=r"linear_backend is 'native', .*no folder"):
         name_of(backend="native")
 
 

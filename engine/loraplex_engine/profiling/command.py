@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -21,6 +21,8 @@ from loraplex_engine.config import (
     BackendName,
     DType,
     EngineConfig,
+    LinearBackendName,
+    Quantization,
 )
 from loraplex_engine.convert import cache_dir, pull
 from loraplex_engine.errors import ConfigError, EngineError
@@ -105,6 +107,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lora-backend", default="auto", choices=("auto", "native", "torch"), help="see engine"
+    )
+    parser.add_argument(
+        "--linear-backend", default="auto", choices=get_args(LinearBackendName), help="see engine"
+    )
+    parser.add_argument(
+        "--quantization", default="none", choices=get_args(Quantization), help="see engine"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures there; -: to stdout, no tables"
@@ -225,6 +233,8 @@ def _config(options: argparse.Namespace, model_dir: Path, store_url: str | None)
         dtype=dtype,
         attention_backend=attention,
         lora_backend=lora,
+        linear_backend=options.linear_backend,
+        quantization=options.quantization,
         block_size=_BLOCK,
         num_blocks=int(1.05 * blocks) + -(-longest // _BLOCK) + 16,
         max_num_batched_tokens=max(DEFAULT_BATCHED_TOKENS, options.prefill, rows),
