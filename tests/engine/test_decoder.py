@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from loraplex_engine.attention.torch_attention import TorchAttention
 from loraplex_engine.convert import cache_dir
+from loraplex_engine.model.linear import LinearMethod, choose_method
 from loraplex_engine.model.loading import load_decoder
-from loraplex_engine.model.native_ops import open_ops_kernel
+from loraplex_engine.model.native_linear import NativeMethod
 from loraplex_engine.model.ops import TorchOps, padded_rows
 from loraplex_engine.model.rope import RotaryTable, rotate_
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.runner import ModelRunner, RunnerLimits
 from loraplex_kernels.cpu.build import NativeBuildError
+from loraplex_kernels.cpu.linear import LinearKernel
 from loraplex_kernels.cpu.ops import OpsKernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -41,20 +44,29 @@ SHAPES = {
 PROMPTS = [[5, 17, 99, 23, 41, 5, 5, 64], [8], list(range(3, 130))]
 NUM_TOKENS = 16
 
-OpenOps = Callable[[torch.dtype], OpsKernel | None]
+
+class Routines(NamedTuple):
+    """What a decoder computes with but attention: torch's, or the CPU's own kernels."""
+
+    ops: OpsKernel | None
+    method: LinearMethod
+
+
+OpenOps = Callable[[torch.dtype], Routines]
 
 
 @pytest.fixture(params=["torch", "native"])
 def ops(request: pytest.FixtureRequest) -> OpenOps:
-    """The kernels between the linears, by dtype."""
+    """The kernels of the linears and between them, by dtype."""
 
-    def open_(dtype: torch.dtype) -> OpsKernel | None:
+    def open_(dtype: torch.dtype) -> Routines:
+        if request.param == "torch":
+            return Routines(None, choose_method(dtype))
+        cache, num_threads = native_cache_dir(request.config), torch.get_num_threads()
         try:
-            return open_ops_kernel(
-                dtype,
-                cache_dir=native_cache_dir(request.config),
-                num_threads=torch.get_num_threads(),
-                backend=request.param,
+            return Routines(
+                OpsKernel(dtype, cache_dir=cache / "native", num_threads=num_threads),
+                NativeMethod(LinearKernel(cache_dir=cache / "native", num_threads=num_threads)),
             )
         except NativeBuildError as error:
             pytest.skip(f"no C compiler here: {error}")
@@ -63,9 +75,9 @@ def ops(request: pytest.FixtureRequest) -> OpenOps:
 
 
 def open_runner(
-    folder: Path, dtype: torch.dtype, ops: OpsKernel | None, limits: RunnerLimits = LIMITS
+    folder: Path, dtype: torch.dtype, routines: Routines, limits: RunnerLimits = LIMITS
 ) -> ModelRunner:
-    model = load_decoder(folder, dtype, ops=ops)
+    model = load_decoder(folder, dtype, ops=routines.ops, method=routines.method)
     attention = TorchAttention(
         model.attention_shape, num_blocks=limits.num_blocks, block_size=limits.block_size
     )

@@ -310,7 +310,7 @@ void linear_forward(const char *panels, const float *bias, const void *x, void *
               LINEAR_PANELS * LINEAR_PANELS;
     else
         run = linear_min(run, LINEAR_BLOCK_PANELS);
-    run = linear_max(run, 1);
+    run = linear_max(run, is_few ? LINEAR_WIDE(format, num_rows) : 1);
     const int64_t num_runs = (work.num_panels + run - 1) / run;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
