@@ -90,7 +90,6 @@ def answers(stand: ModelStand, digests: list[str], *, is_off: bool) -> tuple[Any
         max_model_len=64,
         num_blocks=24,
         speculative="off",
-        linear_backend="native",
         prepare=lambda runner: made.append(Calls(runner, is_off=is_off)),
     )
     for index, adapter in enumerate([None, digests[0], digests[1], digests[0]]):
