@@ -212,12 +212,12 @@ def chart_groups(results: Results) -> list[chart.Group]:
         for contender in results.contenders(name):
             title = results.content["contenders"][contender]["title"]
             speeds = results.speeds(name, contender)
-            is_ours = contender == OURS
+            is_ours = contender.startswith(OURS)
             if not speeds:
                 reason = (results.failure(name, contender) or "").splitlines()[0]
                 bars.append(chart.Bar(title, None, reason[:70], is_ours=is_ours))
                 continue
-            ratio = None if is_ours else results.ratio(name, contender)
+            ratio = None if contender == OURS else results.ratio(name, contender)
             cut = f" {_CUT} cut off" if results.is_cut(name, contender) else ""
             note = ("" if ratio is None else f"ours: {ratio:.1f}x") + cut
             bars.append(chart.Bar(title, statistics.median(speeds.values()), note, is_ours=is_ours))

@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def _has_failed(content: dict[str, Any]) -> bool:
-    ours = [run for run in content["runs"] if run["contender"] == OURS] + content["scale"]
+    ours = [run for run in content["runs"] if run["contender"].startswith(OURS)] + content["scale"]
     return any("failed" in run or run["errors"] for run in ours)
 
 

@@ -13,6 +13,16 @@ def all_contenders() -> list[Contender]:
     """In the order of the table."""
     return [
         Loraplex(),
+        *(
+            # Against llama.cpp's Q4_1; the rest is the same code.
+            Loraplex(
+                f"loraplex-{kind}",
+                f"Loraplex {kind}",
+                {"quantization": kind},
+                only=("mixed", "single"),
+            )
+            for kind in ("int8", "int4")
+        ),
         LlamaCpp("bf16"),
         LlamaCpp("q4_1"),
         TransformersPeft("batch"),

@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Loraplex(Server):
 
     Args:
         engine: flags of the engine besides the defaults, as LORAPLEX_ENGINE_<FLAG> names them.
+        only: workloads it is measured at; None: all.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Loraplex(Server):
         name: str = "loraplex",
         title: str = "Loraplex",
         engine: Mapping[str, str] | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
+        self._only = only
         self.name = name
         self.title = title
         self._engine = dict(engine or {})
@@ -74,6 +77,10 @@ class Loraplex(Server):
             (tenant_id,) = _tenants(admin, [DEFAULT_TENANT]).values()
             find = make or (lambda name: folder / name)
             _deploy(admin, tenant_id, names, find, tell, is_temporary=make is not None)
+
+    def is_for(self, workload: Workload) -> bool:
+        """See `Contender`."""
+        return self._only is None or workload.name in self._only
 
     def _check_settings(self) -> None:
         from loraplex_engine.config import EngineConfig
