@@ -11,20 +11,22 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# Folders that share a set-up that takes long, or a machine's patience. Any other file is a group.
-_FOLDERS = ("e2e", "chaos", "admin_ui", "platform/gateway")
+# Folders that share a set-up that takes long, or a machine's patience. Any other file is a group; the
+# gateway's stand takes a second to open, and checking its books takes longer with every request in them.
+_FOLDERS = ("e2e", "chaos", "admin_ui")
 # What takes longest, in that order: begun late, it would keep one worker busy while the other is done.
 _FIRST = (
-    "platform/gateway",
     "e2e",
     "chaos",
+    "platform/gateway/test_tools_with_engine.py",
     "engine/test_parity_peft.py",
     "engine/test_speculative_runner.py",
     "engine/test_attention_backends.py",
     "platform/control/test_adapters.py",
-    "platform/test_no_torch.py",
     "kernels/test_aot.py",
     "engine/test_triton_engine.py",
+    "platform/gateway/test_templates.py",
+    "platform/gateway/test_tools.py",
     "bench/test_gpu_check.py",
     "engine/test_lora_isolation.py",
     "admin_ui",
