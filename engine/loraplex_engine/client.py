@@ -162,7 +162,8 @@ class EngineStream:
 
         All events of a frame are dealt with in one go, whoever's they are, so `take` must be quick. What it
         raises is raised here. Cancelled, or ended by that, the events that come after it are kept for
-        another `follow`, or for iteration.
+        another `follow`, or for iteration. Once the terminal event has been taken, however that ended, every
+        `follow` returns it.
 
         Raises:
             EngineLostError: the replica is gone.
@@ -171,6 +172,9 @@ class EngineStream:
             return await self._outcome
         while not self._events.empty():
             event = await self.__anext__()  # which is there: nothing waits
+            if self._is_over:
+                self._outcome = asyncio.get_running_loop().create_future()
+                self._outcome.set_result(event)
             take(event)
             if self._is_over:
                 return event
@@ -195,6 +199,9 @@ class EngineStream:
             take(item)
         except Exception as error:  # noqa: BLE001 - the follower's own, not the receive loop's
             followed.set_exception(error)
+            if item.usage is not None:
+                self._is_over, self._outcome = True, asyncio.get_running_loop().create_future()
+                self._outcome.set_result(item)
             return
         if item.usage is not None:
             self._is_over, self._outcome = True, followed

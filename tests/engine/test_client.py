@@ -19,7 +19,7 @@ from loraplex_engine.client import (
     EngineRejectedError,
 )
 from loraplex_engine.errors import EngineError
-from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams
+from loraplex_engine.protocol import Abort, Generate, PrefetchAdapter, SamplingParams, TokenEvent
 
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.replicas import eventually, read_all
@@ -355,3 +355,25 @@ def test_client_imports_no_torch() -> None:
         " ('torch', 'transformers', 'numpy')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_what_ended_a_stream_is_told_again_however_its_follower_fared(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    def fail_at_the_end(event: TokenEvent) -> None:
+        if event.usage is not None:
+            raise ValueError("the follower's own")
+
+    at_once = await client.generate(make_request("r0", max_tokens=3))
+    with pytest.raises(ValueError, match="the follower's own"):
+        await at_once.follow(fail_at_the_end)
+    queued = await client.generate(make_request("r1", max_tokens=3))
+    await eventually(lambda: client.num_in_flight == 0)
+    with pytest.raises(ValueError, match="the follower's own"):
+        await queued.follow(fail_at_the_end)
+
+    for stream in (at_once, queued):
+        async with asyncio.timeout(10):
+            last = await stream.follow(fail_at_the_end)
+            assert await stream.follow(fail_at_the_end) is last
+        assert last.finish_reason == "length"

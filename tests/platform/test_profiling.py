@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loraplex_engine.client import EngineClient
-from loraplex_platform.gateway.mailbox import Mailbox
+from loraplex_platform.gateway.event_queue import EventQueue
 from loraplex_platform.gateway.metrics import InterTokenTimes
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.profiling import command
@@ -95,7 +95,7 @@ def test_cheap_times_read_as_a_histogram_does() -> None:
 
 
 async def test_a_cancelled_reader_loses_nothing() -> None:
-    box: Mailbox[int] = Mailbox()
+    box: EventQueue[int] = EventQueue()
     reading = asyncio.create_task(box.get())
     await asyncio.sleep(0)
 

@@ -31,7 +31,8 @@ class EventStream(Response):
 
     Args:
         chunks: ends the response when it ends.
-        on_end: called when the response is over, whether sent, broken off or cancelled.
+        on_end: called when the response is over, whether sent, broken off or cancelled; once more where a
+            ping had broken it.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything; `receive` belongs to whoever watches for the client's going."""
-        pings = _Pings(send, self._ping_interval_s)
+        pings = _Pings(send, self._ping_interval_s, self._on_end)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             pings.start()
@@ -71,9 +72,11 @@ class _Pings:
     """Sends a ping whenever nothing was sent for `interval_s`.
 
     One timer for the whole stream, which looks now and then how long ago that was: a chunk costs no timer.
+    `on_broken` is called when one cannot be sent; none follows.
     """
 
-    def __init__(self, send: Send, interval_s: float) -> None:
+    def __init__(self, send: Send, interval_s: float, on_broken: Callable[[], object]) -> None:
+        self._on_broken = on_broken
         self.is_sending = False  # a chunk is on its way, perhaps to a client that reads slowly
         self._send = send
         self._interval_s = interval_s
@@ -113,7 +116,17 @@ class _Pings:
             return
         if not self.is_sending and (self._ping is None or self._ping.done()):
             self._ping = asyncio.ensure_future(self._send_ping())
+            self._ping.add_done_callback(self._note_broken)
         self._wait(self._interval_s)
+
+    def _note_broken(self, ping: asyncio.Task[None]) -> None:
+        """A ping that cannot be sent tells that the client is gone, and nothing else may for long."""
+        if ping.cancelled() or ping.exception() is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._on_broken()
 
     async def _send_ping(self) -> None:
         await self._send({"type": "http.response.body", "body": PING, "more_body": True})

@@ -38,6 +38,7 @@ from loraplex_platform.gateway.errors import (
     DeadlineExceededError,
     EngineLostMidwayError,
 )
+from loraplex_platform.gateway.event_queue import EventQueue
 from loraplex_platform.gateway.job import (
     ChoiceEnded,
     ChoicePiece,
@@ -47,7 +48,6 @@ from loraplex_platform.gateway.job import (
     PumpEvent,
     Started,
 )
-from loraplex_platform.gateway.mailbox import Mailbox
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
@@ -73,7 +73,7 @@ class Pump:
     router: Router
     token_bytes: TokenBytes
     metrics: GatewayMetrics
-    events: Mailbox[PumpEvent] = field(default_factory=Mailbox)
+    events: EventQueue[PumpEvent] = field(default_factory=EventQueue)
     lease_token: int | None = None
     is_over: bool = False
     _choices: list[Choice] = field(init=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -13,6 +15,7 @@ from loraplex_engine.protocol import TokenLogprobs
 from loraplex_platform.gateway.answers import AnswerHead, ChatAnswer, CompletionAnswer
 from loraplex_platform.gateway.completions import _chunks
 from loraplex_platform.gateway.detokenizer import TokenBytes
+from loraplex_platform.gateway.event_stream import PING, EventStream
 from loraplex_platform.gateway.job import ChoiceEnded, ChoicePiece, Finished, PumpEvent, Started
 from loraplex_platform.gateway.openai_schemas import (
     ChatCompletionChunk,
@@ -26,6 +29,7 @@ from loraplex_platform.gateway.openai_schemas import (
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.text_stream import ShownToken, TextPiece
 from msgspec import UNSET
+from starlette.types import Message
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "stream_bytes.txt"
 TOKENS = TokenBytes({0: "a", 1: "Ġb", 2: "<end>"}, [2])
@@ -140,3 +144,26 @@ def test_a_completion_frame_is_the_document_that_the_encoder_writes(
             usage=None if includes_usage else UNSET,
         )
     )
+
+
+async def test_a_ping_that_cannot_be_sent_ends_the_request() -> None:
+    ended = asyncio.Event()
+    release = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        await release.wait()
+        yield b""
+
+    async def send(message: Message) -> None:
+        if message.get("body") == PING:
+            raise OSError("the client is gone")
+
+    async def receive() -> Message:
+        raise AssertionError("receive belongs to whoever watches for the client's going")
+
+    stream = EventStream(chunks(), headers={}, ping_interval_s=0.01, on_end=ended.set)
+    answering = asyncio.create_task(stream({}, receive, send))
+    async with asyncio.timeout(10):
+        await ended.wait()
+        release.set()
+        await answering

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Mailbox(Generic[Item]):
+class EventQueue(Generic[Item]):
     """Unbounded, first in, first out; one reader. A cancelled reader loses nothing.
 
     A writer that puts several items in before the reader runs wakes it once.
