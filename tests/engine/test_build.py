@@ -282,6 +282,34 @@ def test_a_folder_without_a_model_or_a_bad_store_url_says_so(
         assemble_engine(make_config(folder, store_url="nonsense"), cache=folder / "cache")
 
 
+def test_a_quantized_replica_is_another_one_whose_rows_are_still_their_own(
+    folder: Path, model_dir: Path, digests: list[str]
+) -> None:
+    facts: list[ReplicaFacts] = []
+    for quantization in ("int8", "int4"):
+        config = make_config(folder, quantization=quantization)
+        replica = assemble_engine(config, cache=folder / "cache")
+        facts.append(replica.facts)
+        core, asked = replica.core, {"base": None, "adapter": digests[0]}
+        alone = {}
+        for name, digest in asked.items():
+            core.add(make_request(f"{name}-alone", [5, 6, 7], digest, 6))
+            alone[name] = tokens_of(run_to_end(core))
+        for name, digest in asked.items():
+            core.add(make_request(name, [5, 6, 7], digest, 6))
+        together = run_to_end(core)
+        replica.close()
+
+        for name, tokens in alone.items():
+            assert len(tokens) == 6
+            assert tokens_of([e for e in together if e.request_id == name]) == tokens
+
+    assert [found.backends["linear"] for found in facts] == ["native_int8", "native_int4"]
+    assert [found.backends["quantization"] for found in facts] == ["int8", "int4"]
+    assert len({found.model_fingerprint for found in facts}) == 2
+    assert all(found.row_rule_holds for found in facts)
+
+
 # ---------------------------------------------------------------------------- fingerprint
 
 
