@@ -75,13 +75,24 @@ class Sample:
 
     @property
     def received_tokens(self) -> int:
-        """Tokens that came, also of a request that was cut off: then one a frame, as servers send them."""
-        return self.completion_tokens if self.error is None else len(self.token_times)
+        """Tokens that came; of a request that was cut off at least so many.
+
+        Only its end says how many there were: before it, frames with text are counted, and a frame may hold
+        several tokens, or a token may have no text yet.
+        """
+        if self.error is None:
+            return self.completion_tokens
+        return max(self.completion_tokens, len(self.token_times))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its tokens and times count: it was answered in full, or merely cut off at the limit."""
+        return self.error is None or self.error == NOT_FINISHED
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:
-    """Not so of a last frame that only says why it ends; a token may have no text of its own yet."""
-    return bool(choice.get("text")) or choice.get("finish_reason") is None
+    """Whether text came: a frame without any shows no token, whatever it says of the end."""
+    return bool(choice.get("text"))
 
 
 async def _one(client: httpx.AsyncClient, target: Target, item: workload.WorkItem) -> Sample:
@@ -169,27 +180,34 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 def summarise(samples: Sequence[Sample], num_items: int | None = None) -> dict[str, Any]:
     """Figures over all samples; the clock runs from the first start to the last end.
 
+    Requests that failed count in `errors` and `faults` alone, those that were cut off with what came: then the
+    tokens, and so the speeds, are the least that they can have been.
+
     Args:
         num_items: requests of the file, if it was cut off before all had begun.
     """
     good = [s for s in samples if s.error is None]
     num_items = len(samples) if num_items is None else num_items
-    wall_s = max(s.ended for s in samples) - min(s.started for s in samples)
-    tokens = sum(s.received_tokens for s in samples)
-    prompt_tokens = sum(s.prompt_tokens for s in samples if s.token_times)
-    ttft = [s.token_times[0] - s.started for s in samples if s.token_times]
+    counted = [s for s in samples if s.is_counted]
+    begins, ends = (s.started for s in samples), (s.ended for s in samples)
+    wall_s = max(ends, default=0.0) - min(begins, default=0.0)
+    tokens = sum(s.received_tokens for s in counted)
+    # A prompt of a request that was cut off was computed if a token came.
+    prompt_tokens = sum(s.prompt_tokens for s in counted if s.error is None or s.token_times)
+    ttft = [s.token_times[0] - s.started for s in counted if s.token_times]
     gaps = [b - a for s in good for a, b in zip(s.token_times, s.token_times[1:], strict=False)]
     is_cut = any(s.error == NOT_FINISHED for s in samples) or len(samples) < num_items
     return {
         "requests": num_items,
         "errors": num_items - len(good),
+        "faults": len(samples) - len(counted),  # of the errors, those that no limit caused
         "error_examples": sorted({s.error for s in samples if s.error})[:3],
         "is_cut": is_cut,
         "wall_s": wall_s,
         "output_tokens": tokens,
-        "output_tokens_per_s": tokens / wall_s,
+        "output_tokens_per_s": tokens / wall_s if wall_s else 0.0,
         "prompt_tokens": prompt_tokens,
-        "prompt_tokens_per_s": prompt_tokens / wall_s,
+        "prompt_tokens_per_s": prompt_tokens / wall_s if wall_s else 0.0,
         "ttft_p50_s": quantile(ttft, 0.5),
         "ttft_p95_s": quantile(ttft, 0.95),
         "inter_token_p50_s": quantile(gaps, 0.5),

@@ -3,7 +3,8 @@
     python -m bench.report bench/results/latest.json --chart docs/bench.svg
 
 Medians over rounds; a ratio is ours over a peer's in the same round, then the median; the spread is the
-lowest and the highest of the rounds.
+lowest and the highest of the rounds. A round in which requests failed gives no speed: who answers less is
+quicker. One that was only cut off at the limit gives the least that it can have been, and is marked.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import chart
+from bench import chart, load
 from bench.peers.names import OURS
 
-_WIDTH = 150  # in a file; a terminal knows its own
+_WIDTH = 165  # in a file; a terminal knows its own
 _CUT = "†"
+_LEAST = "≥"
 Run = Mapping[str, Any]
 
 
@@ -52,14 +54,20 @@ class Results:
             if (run["workload"], run["contender"]) == (workload, contender)
         ]
 
+    def good_runs(self, workload: str, contender: str) -> list[Run]:
+        """The rounds whose figures count: no request failed but by the time limit."""
+        return [run for run in self.runs(workload, contender) if not has_faults(run)]
+
     def speeds(self, workload: str, contender: str) -> dict[int, float]:
-        """Tokens per second by round, without the failed ones."""
+        """Tokens per second by round, of those that count."""
         key = f"{self.workloads[workload]['counts']}_tokens_per_s"
-        return {
-            run["round"]: run[key]
-            for run in self.runs(workload, contender)
-            if "failed" not in run and run[key] > 0
-        }
+        runs = self.good_runs(workload, contender)
+        return {run["round"]: run[key] for run in runs if run[key] > 0}
+
+    def weights(self, contender: str) -> str | None:
+        """The type of its weights; None: the file does not say."""
+        known = self.content["contenders"][contender].get("weights")
+        return known if known is None else str(known or self.content["dtype"])
 
     def ratio(self, workload: str, contender: str) -> float | None:
         """Ours over theirs."""
@@ -68,17 +76,22 @@ class Results:
         return statistics.median(ratios) if ratios else None
 
     def roofline_share(self, workload: str, contender: str) -> float | None:
-        """Its speed as a share of what the machine could do at most."""
+        """Its speed as a share of what the machine could do at most.
+
+        None of another type of weights than the floor was computed for: it has other bytes to read.
+        """
         facts = self.workloads[workload]
         speeds = self.speeds(workload, contender)
-        if not facts.get("floor_s") or not speeds:
+        is_same = self.weights(contender) == self.content["dtype"]
+        if not facts.get("floor_s") or not speeds or not is_same:
             return None
         most = facts[f"{facts['counts']}_tokens"] / facts["floor_s"]
         return statistics.median(speeds.values()) / float(most)
 
     def median(self, workload: str, contender: str, key: str) -> float | None:
-        """Of one figure over the rounds that have it."""
-        values = [run[key] for run in self.runs(workload, contender) if run.get(key) is not None]
+        """Of one figure over the rounds that count and have it."""
+        runs = self.good_runs(workload, contender)
+        values = [run[key] for run in runs if run.get(key) is not None]
         return statistics.median(values) if values else None
 
     def failure(self, workload: str, contender: str) -> str | None:
@@ -86,16 +99,38 @@ class Results:
         if self.speeds(workload, contender):
             return None
         runs = self.runs(workload, contender)
-        return next((str(run["failed"]) for run in runs if "failed" in run), "no token came")
+        reason = next((str(run["failed"]) for run in runs if "failed" in run), None)
+        failed, total = self.faults(workload, contender)
+        return reason or (f"{failed} of {total} failed" if failed else "no token came")
 
     def unanswered(self, workload: str, contender: str) -> tuple[int, int]:
         """Requests that were not answered with exactly the tokens asked for, of all."""
         runs = [run for run in self.runs(workload, contender) if "failed" not in run]
         return sum(run["errors"] for run in runs), sum(run["requests"] for run in runs)
 
+    def faults(self, workload: str, contender: str) -> tuple[int, int]:
+        """As `unanswered`, of the rounds that do not count."""
+        runs = [
+            run for run in self.runs(workload, contender) if "failed" not in run and has_faults(run)
+        ]
+        return sum(run["errors"] for run in runs), sum(run["requests"] for run in runs)
+
     def is_cut(self, workload: str, contender: str) -> bool:
-        """Whether a round took longer than the limit."""
-        return any(run.get("is_cut") for run in self.runs(workload, contender))
+        """Whether a round that counts took longer than the limit."""
+        return any(run.get("is_cut") for run in self.good_runs(workload, contender))
+
+
+def has_faults(run: Run) -> bool:
+    """Whether it failed, or requests of it did for another reason than the time limit."""
+    if "failed" in run:
+        return True
+    if "faults" in run:
+        return bool(run["faults"])
+    # A file of before `faults` was counted.
+    examples = run.get("error_examples", ())
+    return any(e != load.NOT_FINISHED for e in examples) or bool(
+        run["errors"] and not run.get("is_cut")
+    )
 
 
 def _cell(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
@@ -109,6 +144,7 @@ def table(results: Results, workload: str) -> Table:
     unit = "prompt tok/s" if facts["counts"] == "prompt" else "output tok/s"
     made.add_column("", min_width=34, no_wrap=True)
     for column in (
+        "weights",
         unit,
         "spread",
         "ours is",
@@ -124,7 +160,7 @@ def table(results: Results, workload: str) -> Table:
         title = results.content["contenders"][name]["title"]
         reason = results.failure(workload, name)
         if reason is not None:
-            made.add_row(Text(title), *["-"] * 8, Text(reason))
+            made.add_row(Text(title), results.weights(name) or "-", *["-"] * 8, Text(reason))
             continue
         speeds = list(results.speeds(workload, name).values())
         failed, total = results.unanswered(workload, name)
@@ -133,12 +169,15 @@ def table(results: Results, workload: str) -> Table:
         def of(key: str, scale: float = 1.0, digits: int = 2, name: str = name) -> str:
             return _cell(results.median(workload, name, key), scale, digits)
 
-        cut = _CUT if results.is_cut(workload, name) else ""
+        is_cut = results.is_cut(workload, name)
+        least, cut = (_LEAST, _CUT) if is_cut else ("", "")
+        cut_ratio = _CUT if is_cut or results.is_cut(workload, OURS) else ""
         made.add_row(
             Text(title),
-            f"{statistics.median(speeds):.1f}{cut}",
+            results.weights(name) or "-",
+            f"{least}{statistics.median(speeds):.1f}{cut}",
             f"{min(speeds):.1f}-{max(speeds):.1f}" if len(speeds) > 1 else "-",
-            "" if ratio is None else f"{ratio:.2f}x{cut}",
+            "" if ratio is None else f"{ratio:.2f}x{cut_ratio}",
             _cell(results.roofline_share(workload, name), 100, 0),
             f"{of('ttft_p50_s')} / {of('ttft_p95_s')}",
             f"{of('inter_token_p50_s', 1e3, 0)} / {of('inter_token_p95_s', 1e3, 0)}",
@@ -184,7 +223,14 @@ def notes(results: Results) -> list[str]:
     if any(run.get("is_cut") for run in content["runs"]):
         lines.append(
             f"{_CUT} cut off after {content['limit_s']:.0f} s: the speed until then, in which more prompts fall "
-            "than in the rest; what was not answered counts as failed"
+            f"than in the rest; {_LEAST} at least, since frames were counted, which may hold several tokens; a "
+            "ratio with it is one of these; what was not answered counts as failed"
+        )
+    if any("failed" not in run and has_faults(run) for run in content["runs"]):
+        lines.append("a round in which requests failed gives no speed, ratio or share")
+    if any(results.weights(name) != content["dtype"] for name in content["contenders"]):
+        lines.append(
+            f"% of roofline: of weights in {content['dtype']}, for which the floor was computed; '-' for others"
         )
     if content.get("is_quick"):
         lines.append("--quick: few requests and tokens; these figures count for nothing")
@@ -213,21 +259,34 @@ def chart_groups(results: Results) -> list[chart.Group]:
             title = results.content["contenders"][contender]["title"]
             speeds = results.speeds(name, contender)
             is_ours = contender.startswith(OURS)
+            failed, total = results.faults(name, contender)
             if not speeds:
                 reason = (results.failure(name, contender) or "").splitlines()[0]
                 bars.append(chart.Bar(title, None, reason[:70], is_ours=is_ours))
                 continue
             ratio = None if contender == OURS else results.ratio(name, contender)
-            cut = f" {_CUT} cut off" if results.is_cut(name, contender) else ""
-            note = ("" if ratio is None else f"ours: {ratio:.1f}x") + cut
+            is_cut = results.is_cut(name, contender)
+            mark = _CUT if is_cut or results.is_cut(name, OURS) else ""
+            said = [
+                "" if ratio is None else f"ours: {ratio:.1f}x{mark}",
+                f"{_CUT} cut off, at least" if is_cut else "",
+                f"{failed} of {total} failed" if failed else "",
+            ]
+            note = " ".join(filter(None, said))
             bars.append(chart.Bar(title, statistics.median(speeds.values()), note, is_ours=is_ours))
         groups.append(chart.Group(name, facts["title"], "tok/s", bars))
     return groups
 
 
-def write_chart(content: Mapping[str, Any], path: Path) -> None:
-    """The SVG."""
+def write_chart(content: Mapping[str, Any], path: Path, console: Console) -> bool:
+    """The SVG, and whether it was written: not so if ours failed, which is said on the console."""
     results = Results(content)
+    ours = [run for run in content["runs"] if run["contender"].startswith(OURS)]
+    bad = sorted({f"{run['workload']}, {run['contender']}" for run in ours if has_faults(run)})
+    if bad:
+        text = f"no chart written to {path}: requests to ours failed ({'; '.join(bad)}); see the tables"
+        console.print(Text(text), soft_wrap=True)
+        return False
     machine = content.get("machine", {})
     title = (
         f"Tokens per second, {content['num_threads']} CPU threads, {content['dtype']} "
@@ -235,6 +294,7 @@ def write_chart(content: Mapping[str, Any], path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(chart.draw(chart_groups(results), title))
+    return True
 
 
 def make_console() -> Console:
@@ -251,9 +311,10 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, help="write the SVG there")
     args = parser.parse_args()
     content = json.loads(args.results.read_text())
-    print_report(content, make_console())
-    if args.chart is not None:
-        write_chart(content, args.chart)
+    console = make_console()
+    print_report(content, console)
+    if args.chart is not None and not write_chart(content, args.chart, console):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

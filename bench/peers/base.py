@@ -57,6 +57,7 @@ class Contender(ABC):
 
     name: str
     title: str
+    weights: str = ""  # the type its weights are kept in; "": the bench's dtype
     cannot: Sequence[str] = ()  # what it cannot do, said under the table
 
     @abstractmethod
@@ -97,7 +98,7 @@ class Server(Contender):
             startup_s = time.perf_counter() - served.started
             tell("warming up")
             many = _warm_items(workload, min(workload.concurrency, 8), max_tokens=_WARM_TOKENS)
-            asyncio.run(load.replay(target, many, concurrency=len(many), limit_s=place.limit_s))
+            _warm_up(target, many, place.limit_s)
             total = len(workload.items)
             tell(f"0 of {total}")
             samples = asyncio.run(
@@ -142,6 +143,18 @@ def _ask_until_answered(target: load.Target, items: list[WorkItem]) -> None:
     samples = asyncio.run(load.replay(target, items, concurrency=1, limit_s=START_TIMEOUT_S))
     if samples[0].error is not None:
         raise UnavailableError(f"its first answer failed: {samples[0].error}")
+
+
+def _warm_up(target: load.Target, items: list[WorkItem], limit_s: float) -> None:
+    """Ask all at once; what fails here would fail, or run cold, when it is measured.
+
+    Raises:
+        UnavailableError: one of them was not answered in full.
+    """
+    samples = asyncio.run(load.replay(target, items, concurrency=len(items), limit_s=limit_s))
+    errors = sorted({sample.error for sample in samples if sample.error is not None})
+    if errors:
+        raise UnavailableError(f"its warm-up failed: {'; '.join(errors[:3])}")
 
 
 def answers(url: str) -> bool:

@@ -33,6 +33,7 @@ class LlamaCpp(Server):
         self._kind = kind
         self.name = f"llama-{kind}"
         self.title = f"llama.cpp {'bf16' if kind == 'bf16' else kind.upper()}"
+        self.weights = "bfloat16" if kind == "bf16" else kind.upper()
         self._tools: LlamaTools | None = None
         self._base = Path()
         self._adapters: dict[str, Path] = {}

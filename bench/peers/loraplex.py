@@ -45,6 +45,7 @@ class Loraplex(Server):
         self.name = name
         self.title = title
         self._engine = dict(engine or {})
+        self.weights = self._engine.get("quantization", "")
         self._keys: dict[str, str] = {}
 
     def prepare(self, place: Place, workloads: Sequence[Workload], tell: Tell) -> None:
@@ -100,6 +101,7 @@ class Loraplex(Server):
         command += ["--num-threads", str(place.num_threads)]
         env = {f"LORAPLEX_ENGINE_{flag.upper()}": value for flag, value in self._engine.items()}
         env.setdefault("LORAPLEX_ENGINE_SPECULATIVE", "off")
+        env.setdefault("LORAPLEX_ENGINE_DTYPE", place.dtype)
         log = place.scratch / f"{self.name}-{purpose}.log"
         with Served(command, log, env) as served:
             state_file = data_dir / "state.json"

@@ -116,3 +116,28 @@ def test_a_cut_request_counts_with_the_tokens_that_came() -> None:
 
     assert (figures["output_tokens"], figures["wall_s"]) == (6, 8.0)
     assert (figures["ttft_p50_s"], figures["inter_token_p50_s"]) == (1.0, 1.0)
+
+
+def test_a_request_that_failed_counts_for_no_speed() -> None:
+    whole = Sample(0, 0.0, 10, 1, [1.0], 1, 2.0)
+    failed = Sample(1, 0.0, 1000, 4, [0.1], 1, 0.1, "1 tokens came, 4 were asked for")
+    unbegun = Sample(2, 0.0, 500, 4, [], 0, 2.0, load.NOT_FINISHED)
+
+    figures = load.summarise([whole, failed, unbegun])
+
+    assert (figures["prompt_tokens"], figures["output_tokens"]) == (10, 1)
+    assert (figures["errors"], figures["faults"], figures["ttft_p50_s"]) == (2, 1, 1.0)
+
+
+def test_no_time_is_no_speed() -> None:
+    figures = load.summarise([Sample(0, 1.0, 10, 4, [], 0, 1.0, "HTTP 500: full")])
+
+    assert (figures["wall_s"], figures["output_tokens_per_s"], figures["faults"]) == (0.0, 0.0, 1)
+
+
+async def test_a_frame_without_text_is_no_token() -> None:
+    empty = b'data: {"choices": [{"text": "", "finish_reason": null}]}\n\n'
+    async with _server(lambda _: empty + _frames(3)) as url:
+        (sample,) = await load.replay(Target(url), [_item(0)], concurrency=1)
+
+    assert (sample.error, len(sample.token_times)) == (None, 3)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench import suite
+from bench import load, suite
 from bench.load import Target
-from bench.peers import all_contenders, llama_build, llama_cpp, vllm_cpu
-from bench.peers.base import Place, UnavailableError
+from bench.peers import all_contenders, base, llama_build, llama_cpp, loraplex, vllm_cpu
+from bench.peers.base import Place, Server, UnavailableError
 from bench.peers.llama_build import LlamaTools
 from bench.peers.loraplex import Loraplex
 from bench.peers.names import OURS
@@ -63,6 +63,58 @@ def test_ours_comes_first_and_names_are_unique() -> None:
 
     assert names[0] == OURS
     assert len(set(names)) == len(names)
+
+
+def test_a_contender_says_the_type_of_its_weights() -> None:
+    weights = {contender.name: contender.weights for contender in all_contenders()}
+
+    assert (weights[OURS], weights["loraplex-int4"]) == ("", "int4")
+    assert (weights["llama-bf16"], weights["llama-q4_1"]) == ("bfloat16", "Q4_1")
+
+
+def test_ours_is_started_with_the_dtype_of_the_bench(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    @contextlib.contextmanager
+    def serve(_command: list[Any], _log: Path, env: dict[str, str]) -> Iterator[Any]:
+        seen.append(env)
+        (place.scratch / "data" / "state.json").write_text("{}")
+        yield SimpleNamespace(wait_until=lambda *_: None)
+
+    monkeypatch.setattr(loraplex, "Served", serve)
+    with Loraplex(engine={"quantization": "int8"})._up(place, "x"):
+        pass
+
+    assert seen[0]["LORAPLEX_ENGINE_DTYPE"] == place.dtype
+    assert seen[0]["LORAPLEX_ENGINE_QUANTIZATION"] == "int8"
+
+
+def test_a_warm_up_that_fails_is_the_end_of_a_replay(
+    place: Place, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def replay(_target: Target, items: list[Any], **_: Any) -> list[load.Sample]:
+        asked.append(len(items))
+        samples = [load.Sample(item.id, 0.0, ended=1.0) for item in items]
+        if len(items) > 1:
+            samples[-1].error = "HTTP 503: full"
+        return samples
+
+    class Peer(Server):
+        def prepare(self, *_: Any) -> None:
+            raise AssertionError
+
+        @contextlib.contextmanager
+        def serve(self, *_: Any) -> Iterator[Any]:
+            yield SimpleNamespace(started=0.0), Target("http://nowhere")
+
+    monkeypatch.setattr(base.load, "replay", replay)
+    with pytest.raises(UnavailableError, match="its warm-up failed: HTTP 503: full"):
+        Peer().replay(place, _mixed(tokenizer_json), lambda _: None)
+    assert asked == [1, 8]  # and not the workload
 
 
 def test_llama_has_a_slot_for_each_in_flight_and_names_an_adapter_also_for_the_base(

@@ -24,6 +24,7 @@ def _run(contender: str, number: int, speed: float, **more: Any) -> dict[str, An
         "round": number,
         "requests": 4,
         "errors": 0,
+        "faults": 0,
         "is_cut": False,
         "output_tokens_per_s": speed,
         "prompt_tokens_per_s": 2 * speed,
@@ -62,7 +63,9 @@ def content() -> dict[str, Any]:
                 "floor_s": 2.0,
             }
         },
-        "contenders": {name: {"title": title, "cannot": []} for name, title in names.items()},
+        "contenders": {
+            name: {"title": title, "cannot": [], "weights": ""} for name, title in names.items()
+        },
         "runs": [
             *(_run("loraplex", n, speed) for n, speed in enumerate((100.0, 120.0, 90.0))),
             *(_run("slow", n, speed) for n, speed in enumerate((50.0, 30.0, 45.0))),
@@ -89,6 +92,58 @@ def test_a_ratio_is_taken_within_rounds_and_the_speed_is_a_median(content: dict[
     assert results.roofline_share("mixed", "loraplex") == 100.0 / (400 / 2.0)
 
 
+def test_a_round_in_which_requests_failed_gives_no_speed(content: dict[str, Any]) -> None:
+    # 3 of 4 refused: the one that is left has the machine for itself.
+    content["runs"].append(_run("slow", 0, 900.0, errors=3, faults=3, ttft_p50_s=0.01))
+    content["runs"] += [_run("hasty", 0, 500.0, errors=3, faults=1, is_cut=True)]
+    content["contenders"]["hasty"] = {"title": "Hasty", "cannot": [], "weights": ""}
+    content["runs"].remove(next(r for r in content["runs"] if r["contender"] == "slow"))
+    results = Results(content)
+
+    assert results.ratio("mixed", "slow") == (120 / 30 + 90 / 45) / 2
+    assert results.median("mixed", "slow", "ttft_p50_s") == 0.5
+    assert results.ratio("mixed", "hasty") is results.roofline_share("mixed", "hasty") is None
+    (group,) = report.chart_groups(results)
+    bars = {bar.label: bar for bar in group.bars}
+    assert (bars["Hasty"].value, bars["Hasty"].note) == (None, "3 of 4 failed")
+    assert bars["Slow & Co."].note == "ours: 3.0x 3 of 4 failed"
+    row = next(line for line in _printed(content).splitlines() if " Hasty " in line)
+    assert "3 of 4 failed" in row.rstrip(" │").rsplit("│", 1)[1]
+    assert "500" not in row
+
+
+def test_ours_cut_off_marks_every_ratio(content: dict[str, Any]) -> None:
+    content["runs"][0] |= {"is_cut": True, "errors": 1}
+    (group,) = report.chart_groups(Results(content))
+
+    assert [bar.note for bar in group.bars if bar.value] == [
+        "† cut off, at least",
+        "ours: 2.0x†",
+        "ours: 10.0x† † cut off, at least",
+    ]
+
+
+def test_the_floor_is_that_of_one_type_of_weights(content: dict[str, Any]) -> None:
+    content["contenders"]["slow"]["weights"] = "Q4_1"
+    del content["contenders"]["cut"]["weights"]  # a file of before
+    results = Results(content)
+
+    shares = [results.roofline_share("mixed", name) for name in ("loraplex", "slow", "cut")]
+    assert shares == [0.5, None, None]
+    printed = _printed(content)
+    assert "of weights in float32" in printed
+    assert any("Slow & Co." in line and "Q4_1" in line for line in printed.splitlines())
+
+
+def test_no_chart_where_ours_failed(content: dict[str, Any], tmp_path: Path) -> None:
+    content["runs"][1] |= {"errors": 1, "faults": 1}
+    out, path = io.StringIO(), tmp_path / "chart.svg"
+
+    assert not report.write_chart(content, path, Console(file=out, width=200))
+    assert not path.exists()
+    assert "requests to ours failed (mixed, loraplex)" in out.getvalue()
+
+
 def test_the_workload_says_which_tokens_count(content: dict[str, Any]) -> None:
     content["workloads"]["mixed"]["counts"] = "prompt"
 
@@ -110,7 +165,8 @@ def test_the_table_has_a_row_for_each_also_for_what_failed(content: dict[str, An
     assert "0.50 / 0.75" in rows["Slow & Co."]
     assert "20 / -" in rows["Slow & Co."]
     assert "needs AVX512" in rows["Absent"]
-    assert "10.0†" in rows["Cut"]
+    assert "≥10.0†" in rows["Cut"]
+    assert all("float32" in row for row in rows.values())
     assert "10.00x†" in rows["Cut"]
     assert "3 of 4" in rows["Cut"]
     assert any("cut off after 60 s" in line for line in lines)
@@ -158,7 +214,7 @@ def test_the_chart_is_svg_for_light_and_dark_with_bars_in_proportion(
     content: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "folder" / "chart.svg"
-    report.write_chart(content, path)
+    assert report.write_chart(content, path, Console(file=io.StringIO()))
     root = ElementTree.fromstring(path.read_text())
 
     bars = root.findall(f"{_SVG}rect")

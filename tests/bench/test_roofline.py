@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bench.roofline import steps
+from loraplex_engine.profiling.machine import MachineFigures
+
+from bench.roofline import at_least, steps
 from bench.suite import BASE_MODEL
 from bench.workload import WorkItem
 
@@ -45,3 +47,10 @@ def test_what_an_earlier_prompt_of_the_same_tenant_and_adapter_shares_is_not_com
     assert list(step.num_scheduled) == [100, 2, 1, 100, 100]
     assert list(step.num_computed) == [0, 60, 99, 0, 0]
     assert count == 1
+
+
+def test_each_figure_is_the_better_of_two_measurements() -> None:
+    now = MachineFigures(read_gb_s=20.0, gemm_gflop_s=90.0, gemm_dtype="float32", num_threads=2)
+    best = at_least(now, 15.0, 120.0)
+
+    assert (best.read_gb_s, best.gemm_gflop_s, best.num_threads) == (20.0, 120.0, 2)

@@ -51,6 +51,7 @@ class _Fake(Contender):
 
 
 _ORDER: list[tuple[str, str]] = []
+_MEASURED: list[list[str]] = []  # commands that measure the machine
 
 
 @pytest.fixture
@@ -59,11 +60,14 @@ def bench(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch)
     _ORDER.clear()
     machine = {"read_gb_s": 20.0, "gemm_gflop_s": 150.0, "gemm_dtype": "float32"}
     answer = json.dumps({"machine": machine, "floor_s": {"mixed": 1.0, "single": 1.0}})
-    monkeypatch.setattr(
-        run.subprocess,
-        "run",
-        lambda *_args, **_more: SimpleNamespace(returncode=0, stdout=answer, stderr=""),
-    )
+    _MEASURED.clear()
+
+    def measure(command: list[str], **_: Any) -> SimpleNamespace:
+        if "bench.roofline" in command:
+            _MEASURED.append(command)
+        return SimpleNamespace(returncode=0, stdout=answer, stderr="")
+
+    monkeypatch.setattr(run.subprocess, "run", measure)
     monkeypatch.setattr(run.adapters, "fleet", lambda cache, *_args, **_more: cache)
     args = argparse.Namespace(
         model=tokenizer_json.parent,
@@ -103,7 +107,7 @@ def test_who_cannot_be_had_or_fails_has_the_reason_and_the_others_go_on(bench: A
         "c": None,
     }
     assert not run._has_failed(content)
-    assert content["contenders"]["a"] == {"title": "A", "cannot": ["fly"]}
+    assert content["contenders"]["a"] == {"title": "A", "cannot": ["fly"], "weights": ""}
 
 
 def test_a_request_of_ours_that_failed_fails_the_bench(bench: Any) -> None:
@@ -138,6 +142,16 @@ def test_the_file_says_what_was_measured_on_what(bench: Any) -> None:
     assert (content["dtype"], content["machine"]["gemm_gflop_s"]) == ("float32", 150.0)
     assert (facts["requests"], facts["output_tokens"], facts["floor_s"]) == (16, 128, 1.0)
     assert len(facts["sha256"]) == 64
+    assert content["contenders"]["loraplex"]["weights"] == ""
+
+
+def test_the_second_measurement_computes_its_floors_on_the_better_figures(bench: Any) -> None:
+    bench([_Fake("loraplex")])
+    first, second = _MEASURED
+
+    assert "--read-gb-s" not in first
+    assert second[second.index("--read-gb-s") + 1] == "20.0"
+    assert second[second.index("--gemm-gflop-s") + 1] == "150.0"
 
 
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(

@@ -63,6 +63,7 @@ def stand(model_dir: Path) -> Iterator[Stand]:
             device="cpu",
             attention_backend="torch",
             lora_backend="torch",
+            linear_backend="torch",  # a native one pads its weights, and says so many bytes
             num_blocks=32,
             max_num_seqs=4,
             store_url=store_url,
@@ -187,7 +188,15 @@ def test_a_profile_adds_up_and_is_shown(
         has_gateway = case.phase == "decode" and case.batch == 2
         assert ({RECEIVE, DETOKENIZE, SSE} <= set(names)) is has_gateway
         assert case.step_ms - case.engine_ms == pytest.approx(1.75 if has_gateway else 0)
-    assert capsys.readouterr().out == format_profile(profile) + "\n"
+    shown = format_profile(profile)
+    assert capsys.readouterr().out == shown + "\n"
+    assert "another process" in shown
+    # torch's backends are not called all layers at once.
+    assert not profile.has_fused_layers
+    assert "one call" not in shown
+    assert "all layers run in one call" in format_profile(
+        msgspec.structs.replace(profile, has_fused_layers=True)
+    )
 
 
 @pytest.mark.parametrize(

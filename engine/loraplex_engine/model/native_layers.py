@@ -42,6 +42,11 @@ class NativeLayers:
         self._kv: tuple[Any, ...] = ()
         self._kernel: LayersKernel | None = None
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a step was computed this way; False where parts are not the kernels'."""
+        return self._kernel is not None
+
     def forward(
         self,
         hidden_TH: Tensor,

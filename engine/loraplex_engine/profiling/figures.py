@@ -38,7 +38,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of step. `step_ms` is the sum of its parts, the gateway's included."""
+    """One kind of step. `step_ms` is the sum of its parts, the gateway's included.
+
+    The gateway is a process of its own and works while the engine computes the next step, so a server's steps
+    may follow each other faster than that.
+    """
 
     phase: Literal["decode", "prefill"]
     batch: int
@@ -61,6 +65,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     backends: dict[str, str]
     machine: MachineFigures
+    # Not instrumented, all layers are one foreign call; to be timed, its parts are called one by one.
+    has_fused_layers: bool = False
     cases: list[Case]
 
 
@@ -74,7 +80,14 @@ def format_profile(profile: Profile) -> str:
         f" {machine.gemm_dtype}, {machine.num_threads} threads",
         "ms of a step, its share of the step, and floor / time (roof: bytes over that bandwidth, FLOPs over"
         " that peak).",
+        "step: the parts added up. The gateway's run in another process, beside the engine's next step: a server's"
+        " steps may follow faster.",
     ]
+    if profile.has_fused_layers:
+        lines.append(
+            "Not timed inside, all layers run in one call; the parts were timed by calling them one by one. So the"
+            " last row is the engine's real time, and 'engine, parts' less it what the single calls cost."
+        )
     blocks: dict[tuple[str, bool], list[Case]] = {}
     for case in profile.cases:
         blocks.setdefault((case.phase, case.adapters > 0), []).append(case)
@@ -104,6 +117,7 @@ def _block(phase: str, cases: Sequence[Case]) -> list[str]:
         + "".join(f"{c.step_ms:10.2f}{100:7.1f}{c.roofline_percent:6.0f}%" for c in cases)
     )
     lines.append(f"  {'tokens/s':24}" + "".join(f"{c.tokens_per_s:10.1f}{'':14}" for c in cases))
+    lines.append(f"  {'engine, parts':24}" + "".join(f"{c.engine_ms:10.2f}{'':14}" for c in cases))
     lines.append(
         f"  {'engine, not timed inside':24}"
         + "".join(f"{c.plain_engine_ms:10.2f}{'':14}" for c in cases)
