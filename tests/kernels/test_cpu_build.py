@@ -73,3 +73,14 @@ def test_a_damaged_library_is_reported(
 
     with pytest.raises(NativeBuildError, match="cannot load"):
         load_library("k", tmp_path / "cache")
+
+
+def test_a_library_that_was_cut_short_is_built_again(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (sources / "k.c").write_text(SOURCE % 5)
+    cache.mkdir()
+    _compiler, damaged = build._library_path("k", cache)
+    damaged.write_bytes(b"")
+
+    assert load_library("k", cache).answer() == 5
+    assert damaged.stat().st_size > 0

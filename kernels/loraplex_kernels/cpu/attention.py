@@ -25,6 +25,8 @@ _ITEM_ROWS: Final = 48
 _ITEMS_PER_THREAD: Final = 3
 # Tiles that are worth an item of their own, and perhaps the wake-up of a thread.
 _MIN_TILES: Final = 4
+# What the parts of split items may take in a step, in floats (64 MiB): beyond it, items stay whole.
+_MAX_PARTIALS: Final = 2**24
 # Cost of a key beside a row's work on it, in rows: it comes from memory.
 _KEY_COST: Final = 6
 
@@ -213,13 +215,15 @@ class NativeAttentionKernel:
             pieces = np.minimum(
                 -(-cost // aim), np.maximum((end_tile - first_tile) // _MIN_TILES, 1)
             )
+        floats = (shape.head_dim + 8) * shape.num_heads * count.astype(np.int64)  # of a tile
+        size = np.where(pieces > 1, (end_tile - first_tile) * floats, 0)
+        pieces[np.cumsum(size) > _MAX_PARTIALS] = 1
         if joint.all() and (pieces == 1).all():
             order = np.argsort(-cost, kind="stable")
             return AttentionWork(shape, tasks[order], tasks[:0], table_BM, 0)
 
         is_split = pieces > 1
-        floats = (shape.head_dim + 8) * shape.num_heads * count  # of a tile
-        size = np.where(is_split, (end_tile - first_tile) * floats, 0)
+        size = np.where(is_split, size, 0)
         tasks["partial"][is_split] = (np.cumsum(size) - size)[is_split]
         copies = pieces * items_of
         of = np.repeat(np.arange(len(tasks)), copies)

@@ -49,8 +49,12 @@ def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
     """
     compiler, library = _library_path(name, cache_dir)
     try:
-        if not library.is_file():
-            _compile(compiler, SOURCES / f"{name}.c", library)
+        if library.is_file():
+            try:
+                return ctypes.CDLL(str(library))
+            except OSError:  # cut short, by a full disk or a lost machine: made anew
+                library.unlink(missing_ok=True)
+        _compile(compiler, SOURCES / f"{name}.c", library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeBuildError(f"cannot load {library.name}: {error}") from error

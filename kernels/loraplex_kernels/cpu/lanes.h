@@ -56,7 +56,7 @@ INLINE lanes_i lanes_load_int8(const void *from) {
 INLINE lanes_f lanes_fma(lanes_f a, lanes_f b, lanes_f sum) {
 #if LANES == 16 && defined(__AVX512F__)
     return (lanes_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif LANES == 8 && defined(__FMA__)
+#elif LANES == 8 && defined(__AVX2__) && defined(__FMA__)
     return (lanes_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     for (int i = 0; i < LANES; i++) sum[i] = fmaf(a[i], b[i], sum[i]);

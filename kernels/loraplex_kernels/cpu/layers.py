@@ -226,15 +226,11 @@ class LayersKernel:
 
     def _grow(self, num_rows: int) -> None:
         """Make room for the results of so many rows."""
-        self._num_rows = num_rows
-        self._results = [
-            torch.empty((num_rows, width), dtype=self._dtype) for width in self._widths
-        ]
-        self._wide = (
-            torch.empty(num_rows * self._most_inputs)
-            if self._dtype is torch.bfloat16
-            else torch.empty(0)
-        )
+        results = [torch.empty((num_rows, width), dtype=self._dtype) for width in self._widths]
+        num_wide = num_rows * self._most_inputs if self._dtype is torch.bfloat16 else 0
+        wide = torch.empty(num_wide)
+        # Only now: what cannot be allocated leaves the smaller ones in use.
+        self._num_rows, self._results, self._wide = num_rows, results, wide
         step = self._step
         names = ("normed", "qkv", "attended", "added", "gate_up", "gated")
         for name, result in zip(names, self._results, strict=True):

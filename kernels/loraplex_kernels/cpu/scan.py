@@ -74,6 +74,6 @@ class RowScan:
         return Best(self._id[:num_rows], self._is_finite[:num_rows])
 
     def _grow(self, num_rows: int) -> None:
-        self._id = np.zeros(num_rows, np.int64)
-        self._is_finite = np.zeros(num_rows, np.bool_)
+        # Both or none: what cannot be allocated leaves the smaller ones in use.
+        self._id, self._is_finite = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
         self._id_address, self._finite_address = self._id.ctypes.data, self._is_finite.ctypes.data
