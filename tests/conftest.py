@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 
 from tests.support.distribution import GroupScheduling, order_of
 
@@ -110,3 +111,11 @@ def redis_url(_redis_server_url: str) -> str:
     client.flushall()
     client.close()
     return _redis_server_url
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """Whoever sets logging up in this process writes to a stream that ends with the test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
