@@ -68,6 +68,7 @@ class Calls:
 
     def __init__(self, runner: ModelRunner, *, is_off: bool) -> None:
         self.num_taken = self.num_left = 0
+        self.model = runner.model
         inner = runner.model._layer_call
         assert isinstance(inner, NativeLayers)
         forward = inner.forward
@@ -112,6 +113,8 @@ def test_texts_and_logprobs_have_the_bits_of_the_loop(
     assert whole == parts
     assert calls.num_taken > 9
     assert calls.num_left == 0
+    assert calls.model.has_fused_layers
+    assert not loop.model.has_fused_layers
     assert loop.num_taken == 0
     assert loop.num_left > 9
     assert len({str(rows) for rows in whole.values()}) == 4
@@ -122,15 +125,17 @@ def test_it_stands_back_where_a_part_is_not_a_kernel(kernels: Path, tmp_path: Pa
     ops = OpsKernel(torch.float32, cache_dir=kernels, num_threads=1)
     native = NativeMethod(LinearKernel(cache_dir=kernels, num_threads=1))
 
-    def forward(model: Any, attention: object) -> torch.Tensor | None:
+    def forward(
+        model: Any, attention: object, *, num_layers: int = 2, num_kv: int = 2
+    ) -> torch.Tensor | None:
         hidden = torch.zeros(1, model.config.hidden_size)
         cos, sin = model._rotary.gather(torch.zeros(1, dtype=torch.int64))
         out: torch.Tensor | None = model._layer_call.forward(
             hidden,
             cos,
             sin,
-            layers=model.layers,
-            kv_layers=[],
+            layers=model.layers[:num_layers],
+            kv_layers=[torch.zeros(8, 2 * model.attention_shape.kv_size)] * num_kv,
             attention=attention,
             plan=None,
             lora=None,
@@ -148,6 +153,8 @@ def test_it_stands_back_where_a_part_is_not_a_kernel(kernels: Path, tmp_path: Pa
         plain.attention_shape, block_size=4, cache_dir=kernels, num_threads=1
     )
     assert forward(plain, attention) is None
+    assert forward(watched, attention, num_layers=1, num_kv=1) is None
+    assert forward(watched, attention, num_kv=1) is None
     # Somebody who looks at what passes puts layers of their own in place of the model's.
     watched.layers[1] = load_decoder(folder, torch.float32, method=native).layers[1]
     assert forward(watched, attention) is None

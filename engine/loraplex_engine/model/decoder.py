@@ -41,6 +41,11 @@ class DecoderLayer:
 class LayerCall(Protocol):
     """Computes all layers at once, where it knows all of their parts."""
 
+    @property
+    def has_run(self) -> bool:
+        """Whether any step was computed this way."""
+        ...
+
     def forward(
         self,
         hidden_TH: Tensor,
@@ -90,6 +95,11 @@ class Decoder:
         self._final_norm = final_norm
         self._rotary = rotary
         self._layer_call = layer_call
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether a step's layers were computed in one call; see `LayerCall`."""
+        return self._layer_call is not None and self._layer_call.has_run
 
     @property
     def device(self) -> torch.device:

@@ -44,7 +44,7 @@ class NativeLayers:
 
     @property
     def has_run(self) -> bool:
-        """Whether a step was computed this way; False where parts are not the kernels'."""
+        """See `LayerCall.has_run`."""
         return self._kernel is not None
 
     def forward(
@@ -64,7 +64,9 @@ class NativeLayers:
         # Somebody may have put objects of their own between the parts, to look at what passes.
         if type(attention) is not NativeAttention or not (lora is None or type(lora) is NativeLora):
             return None
-        if len(self._weights) < len(layers) or not all(map(is_, layers, self._layers)):
+        if not len(self._weights) == len(self._layers) == len(layers) == len(kv_layers):
+            return None
+        if not all(map(is_, layers, self._layers)):
             return None
         is_same = (
             self._attention is attention

@@ -206,7 +206,7 @@ def _run(options: argparse.Namespace, note: Note) -> None:
             dtype=facts.dtype,
             backends={**facts.backends, "ops": model.ops.name},
             machine=machine,
-            has_fused_layers=getattr(model._layer_call, "has_run", False),
+            has_fused_layers=model.has_fused_layers,
             cases=cases,
         )
     note("done")
