@@ -16,9 +16,9 @@ from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora, open_lora
 from loraplex_engine.runner import ModelRunner, build_runner, load_model
 from loraplex_engine.sampling.sampler import GumbelSurvivors
-from loraplex_engine.sampling.setup import open_scan
 from loraplex_engine.speculative import Proposer
 from loraplex_engine.structured.compiler import GrammarSource
+from loraplex_kernels.cpu.scan import RowScan
 
 EOS = 2
 
@@ -86,7 +86,7 @@ class ModelStand:
             lora=lora.backend,
             slots=lora.pool,
             survivors=survivors,
-            scan=open_scan(self.kernels, 1) if self.backend == "native" else None,
+            scan=RowScan(self.kernels, num_threads=1) if self.backend == "native" else None,
         )
         prepare(runner)
         return build_core(

@@ -13,18 +13,18 @@ log = structlog.get_logger(__name__)
 
 
 def open_survivors(cache_dir: Path) -> GumbelSurvivors | None:
-    """The filter, compiled into `cache_dir`; None, with a warning: draws are slower, not different."""
+    """The filter, compiled into a folder of `cache_dir`; None, with a warning: draws are slower, not different."""
     try:
-        return GumbelSurvivors(cache_dir)
+        return GumbelSurvivors(cache_dir / "native")
     except NativeBuildError as error:
         log.warning("native_sampling_unavailable", reason=str(error))
         return None
 
 
 def open_scan(cache_dir: Path, num_threads: int) -> RowScan | None:
-    """The scan for best ids, compiled into `cache_dir`; None, with a warning: slower, not different."""
+    """The scan for best ids, compiled into a folder of `cache_dir`; None, with a warning: slower, not different."""
     try:
-        return RowScan(cache_dir, num_threads=num_threads)
+        return RowScan(cache_dir / "native", num_threads=num_threads)
     except NativeBuildError as error:
         log.warning("native_scan_unavailable", reason=str(error))
         return None
