@@ -119,6 +119,7 @@ async def test_adapters_are_pinned_and_let_go_while_the_replica_serves(
 async def test_pins_do_not_pile_up_in_a_long_step(replica: Replica, client: EngineClient) -> None:
     stream = await client.generate(make_request(max_tokens=1900))
     replica.engine.executor.flowing.clear()
+    await eventually(replica.engine.executor.is_held.is_set)
     await eventually(replica.server._loop._inbox.empty)
     digests = [f"sha256:{i:064x}" for i in range(MAX_PINS_UNDER_WAY + 3)]
 

@@ -39,13 +39,14 @@ UNKNOWN_DIGEST = "sha256:" + "0" * 64
 class FakeExecutor:
     """Token i of a row is last token + 1, modulo the vocabulary, never EOS.
 
-    `flowing` cleared holds every step in mid-air; `step_s` is how long one takes.
+    `flowing` cleared holds every step in mid-air, `is_held` tells that one is; `step_s` is how long one takes.
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.step_s = step_s
         self.flowing = threading.Event()
         self.flowing.set()
+        self.is_held = threading.Event()
         self._rows: dict[int, list[int]] = {}
         self._steps: deque[Step] = deque()
 
@@ -60,7 +61,10 @@ class FakeExecutor:
         step = self._steps.popleft()
         if self.step_s:
             time.sleep(self.step_s)
-        self.flowing.wait()
+        if not self.flowing.is_set():
+            self.is_held.set()
+            self.flowing.wait()
+            self.is_held.clear()
         count = len(step.rows_B)
         sampled: list[tuple[int, ...]] = [()] * count
         is_finite_B = np.ones(count, np.bool_)
