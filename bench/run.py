@@ -100,6 +100,11 @@ def _parse(contenders: Sequence[Contender]) -> argparse.Namespace:
         "--quick", action="store_true", help="few requests, one round: does all of it work?"
     )
     parser.add_argument(
+        "--prepare-only",
+        action="store_true",
+        help="install, build and convert what the peers need, measure nothing; exits 1 if one cannot be had",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
@@ -146,6 +151,8 @@ def main() -> None:
         )
         progress = stack.enter_context(Progress(*columns, console=console))
         bench = Bench(args, chosen, scratch, console, progress)
+        if args.prepare_only:
+            sys.exit(0 if bench.prepare_peers() else 1)
         bench.run()
     report.print_report(bench.content, console)
     has_chart = report.write_chart(bench.content, args.chart, console)
@@ -240,6 +247,14 @@ class Bench:
         self._measure_roofline()
         self._save()
 
+    def prepare_peers(self) -> bool:
+        """Only what later benches find done: not ours, whose data lives as long as one bench."""
+        peers = [one for one in self._contenders if not one.name.startswith(OURS)]
+        missing = [(one, reason) for one in peers if (reason := self._prepare_one(one)) is not None]
+        for one, reason in missing:
+            self._say(f"not to be had: {one.title}: {reason}")
+        return not missing
+
     def _tell(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
@@ -293,14 +308,22 @@ class Bench:
         """Those that can run; the others' rows say why not."""
         ready = []
         for contender in self._contenders:
-            try:
-                contender.prepare(self._place, self._workloads, self._teller(contender.title))
+            reason = self._prepare_one(contender)
+            if reason is None:
                 ready.append(contender)
-                self._say(f"ready: {contender.title}")
-            except (UnavailableError, StartError, OSError, subprocess.SubprocessError) as error:
-                for one in filter(contender.is_for, self._workloads):
-                    self._record(0, one, contender, {"failed": str(error)})
+                continue
+            for one in filter(contender.is_for, self._workloads):
+                self._record(0, one, contender, {"failed": reason})
         return ready
+
+    def _prepare_one(self, contender: Contender) -> str | None:
+        """Why it cannot run, if it cannot."""
+        try:
+            contender.prepare(self._place, self._workloads, self._teller(contender.title))
+        except (UnavailableError, StartError, OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        self._say(f"ready: {contender.title}")
+        return None
 
     def _measure(self, number: int, one: suite.Workload, contender: Contender) -> None:
         label = f"round {number + 1}, {one.name}, {contender.title}"

@@ -56,7 +56,10 @@ _MEASURED: list[list[str]] = []  # commands that measure the machine
 
 @pytest.fixture
 def bench(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(contenders, workloads, rounds) -> content after a whole run with an invented machine."""
+    """(contenders, workloads, rounds) -> content after a whole run with an invented machine.
+
+    With `prepare_only` -> whether all peers could be prepared.
+    """
     _ORDER.clear()
     machine = {"read_gb_s": 20.0, "gemm_gflop_s": 150.0, "gemm_dtype": "float32"}
     answer = json.dumps({"machine": machine, "floor_s": {"mixed": 1.0, "single": 1.0}})
@@ -81,12 +84,14 @@ def bench(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch)
         out=tmp_path / "out" / "results.json",
     )
 
-    def go(contenders: list[_Fake], **changed: Any) -> dict[str, Any]:
+    def go(contenders: list[_Fake], *, prepare_only: bool = False, **changed: Any) -> Any:
         for name, value in changed.items():
             setattr(args, name, value)
         console = Console(file=io.StringIO())
         with Progress(console=console) as progress:
             made = run.Bench(args, contenders, tmp_path, console, progress)
+            if prepare_only:
+                return made.prepare_peers()
             made.run()
         assert json.loads(args.out.read_text()) == json.loads(json.dumps(made.content))
         return made.content
@@ -108,6 +113,15 @@ def test_who_cannot_be_had_or_fails_has_the_reason_and_the_others_go_on(bench: A
     }
     assert not run._has_failed(content)
     assert content["contenders"]["a"] == {"title": "A", "cannot": ["fly"], "weights": ""}
+
+
+def test_peers_can_be_prepared_alone_and_nothing_is_measured_or_written(
+    bench: Any, tmp_path: Path
+) -> None:
+    assert bench([_Fake("loraplex", fault="prepare"), _Fake("a")], prepare_only=True)
+    assert not bench([_Fake("loraplex"), _Fake("a", fault="prepare")], prepare_only=True)
+    assert not _MEASURED and not _ORDER
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_request_of_ours_that_failed_fails_the_bench(bench: Any) -> None:
