@@ -120,7 +120,8 @@ def test_peers_can_be_prepared_alone_and_nothing_is_measured_or_written(
 ) -> None:
     assert bench([_Fake("loraplex", fault="prepare"), _Fake("a")], prepare_only=True)
     assert not bench([_Fake("loraplex"), _Fake("a", fault="prepare")], prepare_only=True)
-    assert not _MEASURED and not _ORDER
+    assert not _MEASURED
+    assert not _ORDER
     assert not (tmp_path / "out").exists()
 
 
