@@ -50,9 +50,16 @@ INLINE amx_config amx_full(void) {
     return config;
 }
 
+/* GCC's intrinsics that load tiles do not say that they read memory: between what is written and the tile loaded
+ * from it stands this, or the stores may come too late or, a local configuration's, never. */
+INLINE void amx_written(void) { __asm__ volatile("" ::: "memory"); }
+
 /* A thread configures before its first tile, about 80 ns, and releases after its last: others who run in the
  * same thread, oneDNN among them, configure for themselves. */
-INLINE void amx_configure(const amx_config *config) { _tile_loadconfig(config); }
+INLINE void amx_configure(const amx_config *config) {
+    __asm__ volatile("" ::"r"(config) : "memory");
+    _tile_loadconfig(config);
+}
 INLINE void amx_release(void) { _tile_release(); }
 #else
 #define HAS_AMX 0
