@@ -130,8 +130,8 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
     flag(
         device,
         "--linear-backend",
-        "Of a CPU. auto: onednn for bfloat16 where the CPU multiplies it in hardware, else native, or what torch has"
-        " where that does not compile.",
+        "Of a CPU. auto: native, for bfloat16 in the products that the CPU has in hardware, or what torch has where"
+        " that does not compile.",
         default="auto",
         choices=get_args(LinearBackendName),
     )

@@ -12,7 +12,7 @@ from loraplex_engine.config import EngineConfig
 from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.model import native_linear
 from loraplex_engine.model.decoder import Decoder
-from loraplex_engine.model.linear import PackedMethod, PlainMethod, choose_method, has_fast_bf16
+from loraplex_engine.model.linear import PlainMethod, choose_method, has_fast_bf16
 from loraplex_engine.model.native_linear import (
     NativeLinear,
     NativeMethod,
@@ -23,7 +23,7 @@ from loraplex_engine.model.native_linear import (
 from loraplex_engine.runner import load_model
 from loraplex_kernels.cpu import build
 from loraplex_kernels.cpu.build import NativeBuildError
-from loraplex_kernels.cpu.linear import LinearKernel
+from loraplex_kernels.cpu.linear import LinearKernel, list_arithmetics
 from torch import Tensor
 from torch.nn import functional
 
@@ -141,25 +141,32 @@ def test_every_backend_that_is_named_is_the_one_taken(cache: Path, dtype: torch.
 
     is_slow = dtype is torch.bfloat16 and not has_fast_bf16()
     suffix = "_fp32" if is_slow else ""
-    assert name_of("native") == "native"
+    assert name_of("native").startswith("native")
     assert name_of("torch") == f"torch{suffix}"
     assert name_of("onednn") == f"onednn{suffix}"
-    is_hardware = dtype is torch.bfloat16 and has_fast_bf16()
-    assert name_of("auto") == (choose_method(dtype).name if is_hardware else "native")
+    assert name_of("auto") == name_of("native")
 
 
-def test_bf16_in_hardware_stays_with_onednn(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_linear, "has_fast_bf16", lambda: True)
-    monkeypatch.setattr(native_linear, "choose_method", lambda _: PackedMethod())
+def test_rows_of_bf16_take_the_fastest_products_of_the_cpu(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache / "native"
+    fastest = list_arithmetics(torch.bfloat16, folder)[0]
 
-    def method_of(dtype: torch.dtype, quantization: Any = "none") -> str:
+    def name_of(dtype: torch.dtype, quantization: Any = "none") -> str:
         return open_linear_method(
             dtype, cache_dir=cache, num_threads=1, quantization=quantization
         ).name
 
-    assert method_of(torch.bfloat16) == "onednn"
-    assert method_of(torch.float32) == "native"
-    assert method_of(torch.bfloat16, "int8") == "native_int8"
+    suffix = "" if fastest == "fp32" else f"_{fastest}"
+    assert name_of(torch.bfloat16) == f"native{suffix}"
+    assert name_of(torch.bfloat16, "int8") == f"native_int8{suffix}"
+    assert name_of(torch.bfloat16, "int4") == f"native_int4{suffix}"
+    assert name_of(torch.float32) == "native"
+    # A CPU without them.
+    monkeypatch.setattr(native_linear, "list_arithmetics", lambda *_: ("fp32",))
+    assert name_of(torch.bfloat16) == "native"
+    assert name_of(torch.bfloat16, "int4") == "native_int4"
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -222,7 +229,7 @@ def test_a_model_is_loaded_as_the_settings_say_and_needs_no_padded_rows(
     assert native.linear_name == "native"
     assert native.rows_for(3) == 3
     assert load(linear_backend="onednn", ops_backend="native").rows_for(3) == 4
-    quantized = load(quantization="int8")
+    quantized = load(quantization="int8", dtype="float32")
     assert quantized.linear_name == "native_int8"
     layer = native.layers[0]
     assert isinstance(layer.qkv, NativeLinear)

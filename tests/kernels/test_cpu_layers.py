@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,8 @@ import torch
 from loraplex_engine.model.rope import RotaryTable
 from loraplex_kernels.cpu.attention import NativeAttentionKernel
 from loraplex_kernels.cpu.build import NativeBuildError
-from loraplex_kernels.cpu.layers import LayerParts, LayersKernel
-from loraplex_kernels.cpu.linear import LinearKernel, PackedLinear
+from loraplex_kernels.cpu.layers import TIMED_PARTS, LayerParts, LayersKernel
+from loraplex_kernels.cpu.linear import Arithmetic, LinearKernel, PackedLinear, list_arithmetics
 from loraplex_kernels.cpu.ops import OpsKernel
 from torch import Tensor
 
@@ -43,10 +45,12 @@ class Parts:
     cache: Path
 
     @classmethod
-    def of(cls, dtype: torch.dtype, cache: Path) -> Parts:
+    def of(cls, dtype: torch.dtype, cache: Path, arithmetic: Arithmetic = "fp32") -> Parts:
         try:
             ops = OpsKernel(dtype, cache_dir=cache, num_threads=2)
-            linear = LinearKernel(cache_dir=cache, num_threads=2)
+            if arithmetic not in list_arithmetics(dtype, cache):
+                pytest.skip(f"this CPU has no {arithmetic}")
+            linear = LinearKernel(cache_dir=cache, num_threads=2, arithmetic=arithmetic)
         except NativeBuildError as error:
             pytest.skip(f"no C compiler here: {error}")
         attention = NativeAttentionKernel(
@@ -131,13 +135,22 @@ def lay_out(parts: Parts, sequences: Sequence[tuple[int, int]], num_padding: int
     return cos, sin, torch.from_numpy(slot), parts.attention.plan(computed, scheduled, table)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"),
+    [
+        (torch.float32, "fp32"),
+        (torch.bfloat16, "fp32"),
+        (torch.bfloat16, "avx512_bf16"),
+        (torch.bfloat16, "amx"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("num_padding", [0, 3])
 def test_one_call_has_the_bits_of_the_calls_one_by_one(
-    pytestconfig: pytest.Config, dtype: torch.dtype, num_padding: int
+    pytestconfig: pytest.Config, dtype: torch.dtype, arithmetic: Arithmetic, num_padding: int
 ) -> None:
     cache = native_cache_dir(pytestconfig)
-    parts, others = Parts.of(dtype, cache), Parts.of(dtype, cache)
+    parts, others = (Parts.of(dtype, cache, arithmetic) for _ in range(2))
     kernel = parts.kernel()
 
     for seed, sequences in enumerate(STEPS):
@@ -167,3 +180,36 @@ def test_what_it_cannot_read_is_refused(pytestconfig: pytest.Config) -> None:
         kernel.forward(hidden, cos[:2], sin, slot, work)
     with pytest.raises(ValueError, match="at most one a row"):
         kernel.forward(hidden[:2], cos[:2], sin[:2], slot, work)
+    with pytest.raises(ValueError, match="contiguous: False"):
+        kernel.forward(hidden, cos, sin, slot.repeat(2)[::2], work)
+    with pytest.raises(ValueError, match="part_seconds is"):
+        kernel.forward(hidden, cos, sin, slot, work, part_seconds=np.zeros(3))
+
+
+def test_what_is_timed_inside_has_the_same_bits_and_adds_up(pytestconfig: pytest.Config) -> None:
+    parts = Parts.of(torch.float32, native_cache_dir(pytestconfig))
+    kernel = parts.kernel()
+    hidden = draw(5, HIDDEN, dtype=torch.float32, seed=1)
+    seconds = np.zeros(len(TIMED_PARTS))
+
+    plain = kernel.forward(hidden.clone(), *lay_out(parts, [(0, 5)], 0)).clone()
+    started = time.monotonic()
+    timed = kernel.forward(hidden, *lay_out(parts, [(0, 5)], 0), part_seconds=seconds)
+    whole_s = time.monotonic() - started
+
+    assert torch.equal(timed, plain)
+    by_part = dict(zip(TIMED_PARTS, seconds.tolist(), strict=True))
+    assert by_part.pop("lora") == 0, "no row has an adapter"
+    assert min(by_part.values()) > 0
+    assert sum(by_part.values()) <= whole_s
+
+
+def test_a_cache_that_nobody_else_holds_is_let_go(pytestconfig: pytest.Config) -> None:
+    parts = Parts.of(torch.float32, native_cache_dir(pytestconfig))
+    kernel = parts.kernel()
+    caches = [weakref.ref(layer.kv) for layer in parts.layers]
+
+    parts.layers.clear()
+
+    assert [cache() for cache in caches] == [None] * len(caches)
+    del kernel

@@ -79,6 +79,24 @@ def test_normal_weights_lose_what_the_format_says(
     assert truth < most
 
 
+def test_int4_for_products_in_bf16_is_rounded_to_it_and_says_what_that_loses(
+    quantizer: Quantizer, pytestconfig: pytest.Config
+) -> None:
+    # Levels far from zero: bf16 keeps 2^-9 of them, much more than a step of the format.
+    weight = draw(20, 190) / 1000 + 3.0
+    rounding = Quantizer(
+        cache_dir=native_cache_dir(pytestconfig), num_threads=2, dtype=torch.bfloat16
+    )
+
+    exact, rounded = quantizer.int4(weight), rounding.int4(weight)
+
+    values = rounded.dequantized()
+    assert torch.equal(values, exact.dequantized().bfloat16().float())
+    truth = float((values - weight).norm() / weight.norm())
+    assert rounded.relative_error == pytest.approx(truth, rel=1e-4)
+    assert rounded.relative_error > exact.relative_error
+
+
 def test_what_fits_is_kept_to_the_bit(quantizer: Quantizer) -> None:
     generator = torch.Generator().manual_seed(0)
     level8 = torch.randint(-127, 128, (6, 64), generator=generator)

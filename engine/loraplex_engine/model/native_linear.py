@@ -15,7 +15,12 @@ from typing import Final
 import structlog
 import torch
 from loraplex_kernels.cpu.build import NativeBuildError
-from loraplex_kernels.cpu.linear import LinearKernel, PackedLinear
+from loraplex_kernels.cpu.linear import (
+    Arithmetic,
+    LinearKernel,
+    PackedLinear,
+    list_arithmetics,
+)
 from loraplex_kernels.cpu.quantize import Quantizer
 from loraplex_kernels.plans import Phase
 from torch import Tensor
@@ -34,6 +39,12 @@ from loraplex_engine.model.linear import (
 
 log = structlog.get_logger(__name__)
 
+# Of a method's name: which products it makes, and so which bits.
+_SUFFIXES: Final[dict[Arithmetic, str]] = {
+    "fp32": "",
+    "amx": "_amx",
+    "avx512_bf16": "_avx512_bf16",
+}
 # Between lines that tell how far quantization is.
 _PROGRESS_S: Final = 10.0
 
@@ -54,10 +65,10 @@ class NativeLinear:
 class NativeMethod:
     """The kernel of linear.c: fp32 sums whatever the dtype, rounded once."""
 
-    name = "native"
     row_multiple = 1
 
     def __init__(self, kernel: LinearKernel) -> None:
+        self.name = f"native{_SUFFIXES[kernel.arithmetic]}"
         self._kernel = kernel
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> NativeLinear:
@@ -93,7 +104,7 @@ class QuantizedMethod:
 
     def __init__(self, kernel: LinearKernel, quantizer: Quantizer, *, bits: int) -> None:
         assert bits in (4, 8)
-        self.name = f"native_int{bits}"
+        self.name = f"native_int{bits}{_SUFFIXES[kernel.arithmetic]}"
         self._kernel = kernel
         self._quantize_head = quantizer.int8
         self._quantize = quantizer.int8 if bits == 8 else quantizer.int4
@@ -149,8 +160,7 @@ def open_linear_method(
 
     Args:
         cache_dir: for the compiled kernel; None: there is none.
-        backend: auto takes oneDNN for bf16 where the CPU multiplies it in hardware, else native, and oneDNN or
-            torch with one warning where that cannot be compiled.
+        backend: auto takes native, and oneDNN or torch with one warning where that cannot be compiled.
         quantization: other than none takes native.
 
     Raises:
@@ -163,8 +173,6 @@ def open_linear_method(
         return UpcastMethod(plain) if is_slow else plain
     if backend == "onednn":
         return _open_onednn(dtype)
-    if backend == "auto" and bits is None and dtype == torch.bfloat16 and has_fast_bf16():
-        return choose_method(dtype)
     asked = (
         f"quantization is {quantization!r}"
         if bits
@@ -176,9 +184,15 @@ def open_linear_method(
         if cache_dir is None:
             raise NativeBuildError("there is no folder for what is compiled")
         native = cache_dir / "native"
-        kernel = LinearKernel(cache_dir=native, num_threads=num_threads)
+        kernel = LinearKernel(
+            cache_dir=native,
+            num_threads=num_threads,
+            arithmetic=list_arithmetics(dtype, native)[0],
+        )
         if bits:
-            quantizer = Quantizer(cache_dir=native, num_threads=num_threads)
+            quantizer = Quantizer(
+                cache_dir=native, num_threads=num_threads, dtype=kernel.weight_dtype
+            )
             return QuantizedMethod(kernel, quantizer, bits=bits)
         return NativeMethod(kernel)
     except NativeBuildError as error:

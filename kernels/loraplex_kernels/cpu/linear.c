@@ -1,4 +1,5 @@
-/* Linear layers: y = x W^T + b for fp32 or bf16 rows and weights in one of the formats of panels.h.
+/* Linear layers: y = x W^T + b for fp32 or bf16 rows and weights in one of the formats of panels.h; or for bf16 rows
+ * in hardware bf16, with weights as in blocks.h: see linear_bf16.h. Of the former:
  *
  * Row rule: an output is one chain of fused multiply-adds over k = 0, 1, 2 .. in fp32, begun at zero, then the
  * bias is added, then it is rounded once to y's type. How many rows and panels a tile takes, how k is cut up
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #include "calls.h"
+#include "linear_bf16.h"
 #include "panels.h"
 #include "simd.h"
 
@@ -272,16 +274,48 @@ static void linear_block(const linear_work *work, int64_t first_row, int64_t num
     linear_finish(work, sum, stride, first_row, num_rows, first, end - first);
 }
 
-INLINE int64_t linear_min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t linear_max(int64_t a, int64_t b) { return a > b ? a : b; }
+/* Of a format of blocks.h: products in tiles. */
+#define LINEAR_AMX 16
+
+INLINE int linear_is_blocks(int32_t format) { return format >= BLOCK_BF16; }
+INLINE int linear_block_format(int32_t format) { return format & ~LINEAR_AMX; }
+
+/* What this CPU has for formats of blocks.h: 1 for avx512_bf16, 2 for tiles. */
+int32_t linear_hardware(void) {
+    return HAS_BF16 ? HAS_AMX && amx_allow() ? 3 : 1 : 0;
+}
 
 /* y (num_rows, num_outputs) = x W^T + bias.
  *
  * panels: what linear_pack made in `format`; x, y: bf16 if is_bf16, else fp32, strides in numbers; bias: fp32 or
- * NULL; wide: with bf16, num_rows * num_inputs floats to work in. */
+ * NULL; wide: with bf16 rows on a format of panels.h, num_rows * num_inputs floats to work in. */
 void linear_forward(const char *panels, const float *bias, const void *x, void *y, float *wide,
                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t x_stride,
                     int64_t y_stride, int32_t format, int32_t is_bf16, int32_t num_threads) {
+    if (num_rows == 0) return;
+#if HAS_BF16
+    if (linear_is_blocks(format)) {
+        const int own = linear_block_format(format);
+        const bf16_work blocks = {
+            .panels = panels,
+            .x = x,
+            .bias = bias,
+            .y = y,
+            .x_stride = (size_t)x_stride,
+            .y_stride = (size_t)y_stride,
+            .panel_bytes = block_panel_bytes(own, num_inputs),
+            .num_rows = num_rows,
+            .num_inputs = num_inputs,
+            .num_outputs = num_outputs,
+            .num_panels = (num_outputs + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS,
+            .num_blocks = block_count(num_inputs),
+            .format = own,
+            .is_amx = (format & LINEAR_AMX) != 0,
+        };
+        bf16_forward(&blocks, num_threads);
+        return;
+    }
+#endif
     linear_work work = {
         .panels = panels,
         .x = is_bf16 ? wide : (const float *)x,
@@ -297,7 +331,6 @@ void linear_forward(const char *panels, const float *bias, const void *x, void *
         .format = format,
         .is_bf16 = is_bf16,
     };
-    if (num_rows == 0) return;
     const int64_t cost = num_inputs * num_outputs * num_rows;
     const int threads = (int)linear_max(1, linear_min(num_threads, cost / LINEAR_GRAIN));
     const int is_few = num_rows <= LINEAR_ROWS;
@@ -337,7 +370,29 @@ void linear_forward(const char *panels, const float *bias, const void *x, void *
 
 /* Bytes that linear_pack fills. */
 int64_t linear_packed_bytes(int64_t num_inputs, int64_t num_outputs, int32_t format) {
+    if (linear_is_blocks(format))
+        return (int64_t)block_panel_bytes(linear_block_format(format), num_inputs) *
+               ((num_outputs + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS);
     return (int64_t)panel_bytes(format, num_inputs) * ((num_outputs + PANEL - 1) / PANEL);
+}
+
+/* Lays out the weights of one panel of blocks; see linear_pack. */
+static void linear_pack_blocks(int format, char *panel, int64_t first, const void *weights,
+                               const float *scale, const float *offset, int64_t num_inputs,
+                               int64_t num_outputs) {
+    const int64_t num_blocks = block_count(num_inputs);
+    for (int n = 0; n < linear_min(BLOCK_OUTPUTS, num_outputs - first); n++) {
+        const int64_t output = first + n;
+        if (format == BLOCK_INT8) ((float *)panel)[n] = scale[output];
+        for (int64_t b = 0; b < num_blocks; b++) {
+            char *block = panel + block_header(format) + (size_t)b * block_bytes(format);
+            const int64_t begin = b * BLOCK_K;
+            const size_t group = (size_t)(output * num_blocks + b);
+            if (format == BLOCK_INT4) block_put_scale(block, n, scale[group], offset[group]);
+            for (int k = 0; k < linear_min(BLOCK_K, num_inputs - begin); k++)
+                block_put(format, block, n, k, weights, (size_t)(output * num_inputs + begin + k));
+        }
+    }
 }
 
 /* Scales (and offsets) of one k's group, or nothing. */
@@ -365,6 +420,15 @@ static void linear_pack_scales(int format, char *panel, int64_t k, int64_t group
  * inputs, of values that bf16 holds; else NULL. */
 void linear_pack(char *packed, const void *weights, const float *scale, const float *offset,
                  int64_t num_inputs, int64_t num_outputs, int32_t format, int32_t num_threads) {
+    if (linear_is_blocks(format)) {
+        const int own = linear_block_format(format);
+        const size_t bytes = block_panel_bytes(own, num_inputs);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+        for (int64_t first = 0; first < num_outputs; first += BLOCK_OUTPUTS)
+            linear_pack_blocks(own, packed + (size_t)(first / BLOCK_OUTPUTS) * bytes, first, weights,
+                               scale, offset, num_inputs, num_outputs);
+        return;
+    }
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
     const int64_t num_groups =
         format == PANEL_INT4 ? (num_inputs + PANEL_GROUP - 1) / PANEL_GROUP : 1;

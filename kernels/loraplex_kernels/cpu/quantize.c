@@ -62,9 +62,11 @@ INLINE float quantize_try(const v8 *weight, float scale, float offset, v8 *level
 }
 
 /* The last weights of a row fill up its last group: they change neither end of its range.
- * q: (rows, columns), 0 .. 15; scale, offset: (rows, groups), of values that bf16 holds. */
+ * q: (rows, columns), 0 .. 15; scale, offset: (rows, groups), of values that bf16 holds; is_bf16: what they stand for
+ * is rounded to bf16, which is lost too. */
 void quantize_int4(const float *weights, uint8_t *q, float *scale, float *offset, double *lost,
-                   double *energy, int64_t rows, int64_t columns, int32_t num_threads) {
+                   double *energy, int64_t rows, int64_t columns, int32_t is_bf16,
+                   int32_t num_threads) {
     const int64_t groups = (columns + QUANTIZE_GROUP - 1) / QUANTIZE_GROUP;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t r = 0; r < rows; r++) {
@@ -100,8 +102,9 @@ void quantize_int4(const float *weights, uint8_t *q, float *scale, float *offset
             for (int v = 0; v < QUANTIZE_VECTORS; v++) v8_store(levels + 8 * v, level[v]);
             for (int i = 0; i < count; i++) {
                 q[r * columns + begin + i] = levels[i] == levels[i] ? (uint8_t)levels[i] : 0;
+                const float kept = fmaf(levels[i], best_scale, best_offset);
                 const double error =
-                    (double)fmaf(levels[i], best_scale, best_offset) - (double)value[i];
+                    (double)(is_bf16 ? quantize_as_bf16(kept) : kept) - (double)value[i];
                 errors += error * error;
                 squares += (double)value[i] * (double)value[i];
             }

@@ -2,7 +2,7 @@
 
 int8: one scale for each output, symmetric: w = q * scale, q in -127 .. 127.
 int4: a scale and an offset for each group of 32 inputs of an output: w = q * scale + offset, q in 0 .. 15, both in
-bfloat16: five bits a weight. Offsets are worth their half a bit: of normally distributed weights (ranges shrunk as
+bfloat16: five bits a weight; for products in bf16 w is rounded to it. Offsets are worth their half a bit: of normally distributed weights (ranges shrunk as
 quantize.c does) the relative error is 7.4%, without offsets 8.3%, with offsets for groups of 64 8.4%; of weights
 with heavier tails (Student's t, 5 degrees) it is 8.5%, 10.5% and 10.3%.
 
@@ -34,9 +34,13 @@ class QuantizedWeight:
     scale_NG: Tensor  # fp32; int8: G = 1
     offset_NG: Tensor | None  # fp32; None: int8
     relative_error: float  # |dequantized - weight| / |weight|, Frobenius
+    dtype: torch.dtype = torch.float32  # what int4 is rounded to before it is multiplied
 
     def dequantized(self) -> Tensor:
-        """(N, K) fp32, each the exact value rounded once, as the kernel takes it."""
+        """(N, K) fp32, each the exact value rounded as the kernel takes it.
+
+        int8 in products in bf16: q is taken as it is, and the sum multiplied by the scale.
+        """
         if self.offset_NG is None:
             return self.q_NK.float() * self.scale_NG
         num_inputs = self.q_NK.shape[1]
@@ -45,14 +49,19 @@ class QuantizedWeight:
             for part in (self.scale_NG, self.offset_NG)
         )
         # Exact in fp64 but for sums whose parts lie more than 2^40 apart.
-        return (self.q_NK.double() * scale_NK + offset_NK).float()
+        return (self.q_NK.double() * scale_NK + offset_NK).float().to(self.dtype).float()
 
 
 class Quantizer:
     """The compiled search for levels and scales."""
 
-    def __init__(self, *, cache_dir: Path, num_threads: int) -> None:
+    def __init__(
+        self, *, cache_dir: Path, num_threads: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Compile or load it.
+
+        Args:
+            dtype: see `QuantizedWeight.dtype`; `LinearKernel.weight_dtype`.
 
         Raises:
             NativeBuildError: no compiler here, or it failed.
@@ -60,9 +69,10 @@ class Quantizer:
         library = load_library("quantize", cache_dir)
         self._int8, self._int4 = library.quantize_int8, library.quantize_int4
         self._int8.argtypes = (*(_POINTER,) * 5, _I64, _I64, _I32)
-        self._int4.argtypes = (*(_POINTER,) * 6, _I64, _I64, _I32)
+        self._int4.argtypes = (*(_POINTER,) * 6, _I64, _I64, _I32, _I32)
         self._int8.restype = self._int4.restype = None
         self._num_threads = num_threads
+        self._dtype = dtype
 
     def int8(self, weight_NK: Tensor) -> QuantizedWeight:
         """Eight bits an input, one scale an output.
@@ -88,11 +98,14 @@ class Quantizer:
         offset = None if bits == 8 else torch.empty_like(scale)
         lost_2N = torch.empty(2, num_outputs, dtype=torch.float64)
         results = [q, scale, *([] if offset is None else [offset]), *lost_2N]
-        call = self._int8 if bits == 8 else self._int4
         addresses = [part.data_ptr() for part in (weight, *results)]
-        call(*addresses, num_outputs, num_inputs, self._num_threads)
+        if bits == 8:
+            self._int8(*addresses, num_outputs, num_inputs, self._num_threads)
+        else:
+            is_bf16 = self._dtype is torch.bfloat16
+            self._int4(*addresses, num_outputs, num_inputs, is_bf16, self._num_threads)
         lost, energy = lost_2N.sum(1).tolist()
         if not energy < float("inf"):
             raise ValueError("a weight is not finite")
         error = (lost / energy) ** 0.5 if energy else 0.0
-        return QuantizedWeight(q, scale, offset, error)
+        return QuantizedWeight(q, scale, offset, error, self._dtype)
