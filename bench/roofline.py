@@ -122,6 +122,7 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from loraplex_engine.artifact import ModelShape
     from loraplex_engine.config import EngineConfig
+    from loraplex_engine.convert import cache_dir
     from loraplex_engine.profiling.adapters import NUMBER_BYTES
     from loraplex_engine.profiling.floors import step_work
     from loraplex_engine.profiling.machine import measure_machine
@@ -130,7 +131,8 @@ def main() -> None:
     config = EngineConfig(model_dir=args.model_dir, base_model=BASE_MODEL, dtype=args.dtype)
     model, _ = load_model(config)
     shape = ModelShape.from_config_json(args.model_dir / "config.json")
-    machine = at_least(measure_machine(model.dtype), args.read_gb_s, args.gemm_gflop_s)
+    measured = measure_machine(model.dtype, kernel_dir=cache_dir() / "native")
+    machine = at_least(measured, args.read_gb_s, args.gemm_gflop_s)
     sizes = model.config
     kv_bytes = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * model.dtype.itemsize
 

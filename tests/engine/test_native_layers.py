@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,26 @@ def test_it_stands_back_where_a_part_is_not_a_kernel(kernels: Path, tmp_path: Pa
     # Somebody who looks at what passes puts layers of their own in place of the model's.
     watched.layers[1] = load_decoder(folder, torch.float32, method=native).layers[1]
     assert forward(watched, attention) is None
+
+
+def test_a_new_cache_takes_the_place_of_the_old_one(stand: ModelStand) -> None:
+    made: list[ModelRunner] = []
+    core = stand.core(
+        max_num_batched_tokens=11,
+        max_num_seqs=2,
+        max_model_len=32,
+        num_blocks=8,
+        speculative="off",
+        prepare=made.append,
+    )
+    runner = made[0]
+    core.add(make_request("a", [5, 6, 7], max_tokens=2))
+    first = [event.token_ids for event in run_to_end(core)]
+    assert runner.model.has_fused_layers
+    old = [weakref.ref(kv) for kv in runner.kv_layers]
+
+    runner.forward_pass.allocate_kv(8)
+
+    assert [kv() for kv in old] == [None] * len(old)
+    core.add(make_request("b", [5, 6, 7], max_tokens=2))
+    assert [event.token_ids for event in run_to_end(core)] == first

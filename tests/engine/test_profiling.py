@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from loraplex_engine.config import EngineConfig
+from loraplex_engine.model.native_layers import NativeLayers
 from loraplex_engine.profiling.clock import PartClock
 from loraplex_engine.profiling.command import main
 from loraplex_engine.profiling.figures import (
@@ -25,15 +26,19 @@ from loraplex_engine.profiling.figures import (
 from loraplex_engine.profiling.floors import StepShape, step_work
 from loraplex_engine.profiling.seams import (
     ATTENTION,
+    DECODER,
     ENGINE_PARTS,
     HEAD,
     LINEAR,
     LORA,
     SAMPLING,
+    SMALL,
     timed_engine,
 )
 from loraplex_engine.profiling.stand import Stand
+from loraplex_kernels.cpu.build import NativeBuildError, load_library
 
+from tests.support.adapter_files import native_cache_dir
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
 SHAPE = TinyShape(num_layers=2)
@@ -61,6 +66,7 @@ def stand(model_dir: Path) -> Iterator[Stand]:
             model_dir=model_dir,
             base_model="tiny",
             device="cpu",
+            dtype="float32",  # whose bytes are counted below
             attention_backend="torch",
             lora_backend="torch",
             linear_backend="torch",  # a native one pads its weights, and says so many bytes
@@ -82,6 +88,17 @@ def test_a_part_that_runs_inside_another_counts_once() -> None:
     clock.timed("outer", inner)()
 
     assert clock.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
+def test_a_call_that_tells_its_own_parts_gives_them_up() -> None:
+    now = iter([0.0, 7.0])
+    clock = PartClock(lambda: next(now))
+    call = clock.split(lambda: "answer", lambda: {"first": 1.0, "second": 2.0})
+
+    answer = clock.timed("outer", call)()
+
+    assert answer == "answer"
+    assert clock.seconds == {"first": 1.0, "second": 2.0, "outer": 4.0}
 
 
 def test_a_part_that_raises_is_left() -> None:
@@ -194,9 +211,71 @@ def test_a_profile_adds_up_and_is_shown(
     # torch's backends are not called all layers at once.
     assert not profile.has_fused_layers
     assert "one call" not in shown
-    assert "all layers run in one call" in format_profile(
+    assert "All layers run in one call" in format_profile(
         msgspec.structs.replace(profile, has_fused_layers=True)
     )
+
+
+def test_layers_in_one_call_are_timed_as_they_serve(
+    model_dir: Path, pytestconfig: pytest.Config
+) -> None:
+    cache = native_cache_dir(pytestconfig)
+    try:
+        load_library("layers", cache)
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+
+    def config(store_url: str | None) -> EngineConfig:
+        return EngineConfig(
+            model_dir=model_dir,
+            base_model="tiny",
+            device="cpu",
+            attention_backend="native",
+            lora_backend="native",
+            linear_backend="native",
+            ops_backend="native",
+            num_blocks=32,
+            max_num_seqs=4,
+            store_url=store_url,
+            speculative="off",
+        )
+
+    clock = PartClock()
+    with Stand(model_dir, config, [4]) as native:
+        runner = native.engine.runner
+        native.load_adapters()
+        request = native.ask(12, 64, 0)
+        native.turn_until(1)
+        assert runner.model.has_fused_layers
+        layers, call = list(runner.model.layers), runner.model._layer_call
+        assert isinstance(call, NativeLayers)
+        seen: list[bool] = []
+
+        with timed_engine(clock, runner, native.engine.core, native.loop, native.port):
+            seen.append(call.part_seconds is not None)
+            seen += [now is then for now, then in zip(runner.model.layers, layers, strict=True)]
+        native.turn(clock)
+        native.end([request])
+
+        assert all(seen)
+        assert call.part_seconds is None
+        assert "forward" not in vars(call)
+    assert min(clock.seconds[part] for part in (LINEAR, ATTENTION, LORA, SMALL, DECODER)) > 0
+
+
+def test_our_own_products_count_for_what_the_machine_can_do(pytestconfig: pytest.Config) -> None:
+    cache = native_cache_dir(pytestconfig)
+    try:
+        load_library("linear", cache)
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+
+    figures = machine_module.measure_machine(
+        torch.bfloat16, kernel_dir=cache, read_bytes=1 << 16, gemm_sizes=(16,), seconds=0.001
+    )
+
+    assert figures.gemm_dtype == "bfloat16"
+    assert min(figures.read_gb_s, figures.gemm_gflop_s) > 0
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ T rows of a step, H hidden size.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from loraplex_kernels.cpu.layers import LayerParts, LayersKernel
 from loraplex_kernels.cpu.linear import PackedLinear
 from loraplex_kernels.cpu.ops import OpsKernel
@@ -39,8 +42,11 @@ class NativeLayers:
         # What the kernel's table was made of: the last caller's.
         self._attention: AttentionBackend[Any, Any] | None = None
         self._lora: LoraBackend | None = None
-        self._kv: tuple[Any, ...] = ()
+        # Not kept alive: who makes a new cache has room for one.
+        self._kv: tuple[weakref.ref[Any], ...] = ()
         self._kernel: LayersKernel | None = None
+        # See `LayersKernel.forward`: whoever measures sets it.
+        self.part_seconds: npt.NDArray[np.float64] | None = None
 
     @property
     def has_run(self) -> bool:
@@ -72,11 +78,12 @@ class NativeLayers:
             self._attention is attention
             and self._lora is lora
             and len(self._kv) == len(kv_layers)
-            and all(map(is_, kv_layers, self._kv))
+            and all(kv is known() for kv, known in zip(kv_layers, self._kv, strict=True))
         )
         if self._kernel is None or not is_same:
             self._kernel = self._make(kv_layers, attention, lora)
-            self._attention, self._lora, self._kv = attention, lora, tuple(kv_layers)
+            self._attention, self._lora = attention, lora
+            self._kv = tuple(weakref.ref(kv) for kv in kv_layers)
         assert isinstance(plan, NativePlan)
         step, is_active = None, None
         if lora_batch is not None:
@@ -90,6 +97,7 @@ class NativeLayers:
             plan.work,
             lora_step=step,
             is_active=is_active,
+            part_seconds=self.part_seconds,
         )
 
     def _make(

@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace, note: Note) -> None:
     ) as stand:
         model = stand.engine.runner.model
         note("measuring memory and matrix products")
-        machine = measure_machine(_product_dtype(model.dtype))
+        machine = measure_machine(_product_dtype(model.dtype), kernel_dir=cache_dir() / "native")
         stand.load_adapters()
         stand.fill_cache(max(_BLOCK, options.context))
         cases = []

@@ -65,7 +65,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     backends: dict[str, str]
     machine: MachineFigures
-    # Not instrumented, all layers are one foreign call; to be timed, its parts are called one by one.
+    # All layers are one foreign call, which reads a clock between its parts while it is timed.
     has_fused_layers: bool = False
     cases: list[Case]
 
@@ -85,8 +85,7 @@ def format_profile(profile: Profile) -> str:
     ]
     if profile.has_fused_layers:
         lines.append(
-            "Not timed inside, all layers run in one call; the parts were timed by calling them one by one. So the"
-            " last row is the engine's real time, and 'engine, parts' less it what the single calls cost."
+            "All layers run in one call, timed inside: the parts are those of the path that serves."
         )
     blocks: dict[tuple[str, bool], list[Case]] = {}
     for case in profile.cases:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
+from loraplex_kernels.cpu.build import NativeBuildError
+from loraplex_kernels.cpu.linear import LinearKernel, list_arithmetics
 
-_READ_BYTES = 256 * 1024**2  # more than any cache
+_READ_BYTES = 256 * 1024**2  # or twice the largest cache
 _GEMM_SIZES = (768, 1536)
-_SECONDS = 1.0  # for each of the two
+_ROW_INPUTS = 1024  # of the product of one row that reads
+_SECONDS = 1.0  # for each of the two, and routine
 
 
 class MachineFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,28 +30,77 @@ class MachineFigures(msgspec.Struct, frozen=True, kw_only=True):
 def measure_machine(
     dtype: torch.dtype,
     *,
-    read_bytes: int = _READ_BYTES,
+    kernel_dir: Path | None = None,
+    read_bytes: int | None = None,
     gemm_sizes: tuple[int, ...] = _GEMM_SIZES,
     seconds: float = _SECONDS,
 ) -> MachineFigures:
-    """Read a large buffer, and multiply square matrices of `dtype`, for about `seconds` each.
+    """Read a large buffer, and multiply square matrices of `dtype`, for about `seconds` each and routine.
 
-    Other processes only make a run slower, so the best counts.
+    The best routine counts, torch's or ours, and its best run: other processes only make one slower.
+
+    Args:
+        kernel_dir: for compiled kernels. None, or no compiler: torch alone is tried.
+        read_bytes: None: more than the caches hold.
     """
-    numbers = torch.ones(read_bytes // 4, dtype=torch.float32)
-    ways: list[Callable[[], object]] = [numbers.sum, numbers.amax]
-    read_s = min(_best(way, seconds / len(ways)) for way in ways)
-    peak = 0.0
-    for size in gemm_sizes:
-        a, out = torch.ones(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)
-        best_s = _best(partial(torch.mm, a, a, out=out), seconds / len(gemm_sizes))
-        peak = max(peak, 2 * size**3 / best_s)
+    read_bytes = read_bytes or max(_READ_BYTES, 2 * _cache_bytes())
+    kernel = None if kernel_dir is None else _open_kernel(dtype, kernel_dir)
     return MachineFigures(
-        read_gb_s=read_bytes / read_s / 1e9,
-        gemm_gflop_s=peak / 1e9,
+        read_gb_s=read_bytes / _read_s(read_bytes, kernel, seconds) / 1e9,
+        gemm_gflop_s=max(_products(dtype, kernel, gemm_sizes, seconds)) / 1e9,
         gemm_dtype=str(dtype).removeprefix("torch."),
         num_threads=torch.get_num_threads(),
     )
+
+
+def _open_kernel(dtype: torch.dtype, kernel_dir: Path) -> LinearKernel | None:
+    try:
+        arithmetic = list_arithmetics(dtype, kernel_dir)[0]
+        return LinearKernel(
+            cache_dir=kernel_dir, num_threads=torch.get_num_threads(), arithmetic=arithmetic
+        )
+    except NativeBuildError:
+        return None
+
+
+def _read_s(num_bytes: int, kernel: LinearKernel | None, seconds: float) -> float:
+    """The least that reading so many bytes once takes."""
+    numbers = torch.ones(num_bytes // 4, dtype=torch.float32)
+    ways: list[Callable[[], object]] = [numbers.sum, numbers.amax]
+    best = min(_best(way, seconds / len(ways)) for way in ways)
+    del numbers, ways
+    if kernel is not None:
+        # One row's product reads its weights once, from large pages.
+        num_inputs = min(_ROW_INPUTS, num_bytes // 2)
+        weight = torch.ones(num_bytes // 2 // num_inputs, num_inputs, dtype=torch.bfloat16)
+        packed = kernel.pack(weight)
+        row = torch.ones(1, num_inputs, dtype=packed.row_dtypes[0])
+        taken = _best(partial(kernel.forward, row, packed), seconds)
+        best = min(best, taken * num_bytes / packed.num_bytes)
+    return best
+
+
+def _products(
+    dtype: torch.dtype, kernel: LinearKernel | None, sizes: tuple[int, ...], seconds: float
+) -> Iterator[float]:
+    """FLOP/s of each routine and size."""
+    for size in sizes:
+        a, out = torch.ones(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)
+        routines: list[Callable[[], object]] = [partial(torch.mm, a, a, out=out)]
+        if kernel is not None:
+            routines.append(partial(kernel.forward, a, kernel.pack(a)))
+        for routine in routines:
+            yield 2 * size**3 / _best(routine, seconds / len(sizes))
+
+
+def _cache_bytes() -> int:
+    """Of the largest cache that a CPU here sees; 0: Linux does not say."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * 1024)
+    return max(sizes)
 
 
 def _best(run: Callable[[], object], seconds: float) -> float:

@@ -1,8 +1,8 @@
 """The timed seams of an engine: the objects between its parts, wrapped while a step is measured.
 
 Everything is put back afterwards, so what is not measured runs exactly as it does without this module.
-What later gains a method of its own (a whole layer in one call, say) counts as `decoder` until it is
-named here.
+Where all layers of a step are one foreign call, that call reads a clock between its parts. What later gains a
+method of its own counts as `decoder` until it is named here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+from loraplex_kernels.cpu.layers import TIMED_PARTS
+
 from loraplex_engine.gateway_port import GatewayPort
 from loraplex_engine.model.linear import Linear
+from loraplex_engine.model.native_layers import NativeLayers
 from loraplex_engine.profiling.clock import PartClock
 from loraplex_engine.runner import ModelRunner
 from loraplex_engine.step_loop import Core, StepLoop
@@ -43,6 +47,8 @@ ENGINE_PARTS: Final = (
     SEND,
 )
 
+# As `TIMED_PARTS` are.
+_LAYER_PARTS: Final = (LINEAR, ATTENTION, LORA, SMALL)
 _OPS: Final = {"rms_norm": SMALL, "add_rms_norm": SMALL, "gated": SMALL}
 _ATTENTION: Final = {"rotate_and_write": SMALL, "copy_blocks": RUNNER}
 # What an object answers without computing anything: a call costs more to time than to make.
@@ -66,10 +72,14 @@ def timed_engine(
                     wrap(target, name, names.get(name, part))
 
         model, forward_pass = runner.model, runner.forward_pass
-        layers = list(model.layers)
-        for index, layer in enumerate(layers):
-            model.layers[index] = _timed_layer(clock, layer)
-        undo.callback(lambda: model.layers.__setitem__(slice(None), layers))
+        if model.has_fused_layers:
+            assert isinstance(model._layer_call, NativeLayers)
+            _time_inside(undo, clock, model._layer_call)
+        else:
+            layers = list(model.layers)
+            for index, layer in enumerate(layers):
+                model.layers[index] = _timed_layer(clock, layer)
+            undo.callback(lambda: model.layers.__setitem__(slice(None), layers))
         _set(undo, model, "lm_head", TimedLinear(clock, HEAD, model.lm_head))
         wrap_all(model.ops, _OPS, DECODER)
         wrap_all(runner.attention, _ATTENTION, ATTENTION)
@@ -84,6 +94,19 @@ def timed_engine(
         wrap(loop, "turn", SCHEDULER)
         wrap(port, "turn", SEND)
         yield
+
+
+def _time_inside(undo: contextlib.ExitStack, clock: PartClock, call: NativeLayers) -> None:
+    """Have the one call over all layers read the clock between its parts: nothing else of it changes."""
+    seconds = np.zeros(len(TIMED_PARTS))
+
+    def take_seconds() -> dict[str, float]:
+        taken = dict(zip(_LAYER_PARTS, seconds.tolist(), strict=True))
+        seconds.fill(0.0)
+        return taken
+
+    _set(undo, call, "part_seconds", seconds)
+    _set(undo, call, "forward", clock.split(call.forward, take_seconds))
 
 
 class TimedLinear:

@@ -6,6 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #include "calls.h"
 
@@ -25,6 +26,9 @@ typedef struct {
     void *kv; /* the layer's cache */
     layers_linear linear[LAYERS_SITES];
 } layers_layer;
+
+/* What a step's time is told apart by. */
+enum { LAYERS_LINEAR, LAYERS_ATTENTION, LAYERS_LORA, LAYERS_SMALL, LAYERS_PARTS };
 
 /* What stays as it is for all steps. */
 typedef struct {
@@ -71,21 +75,39 @@ typedef struct {
     void *added; /* out: what is still to be added to `hidden` */
     void *gate_up;
     void *gated;
-    float *wide; /* (num_rows, most inputs) of a linear, with bf16 */
+    float *wide; /* what linear_forward works in, for those of the layers' formats that need the most */
+    double *part_seconds; /* (LAYERS_PARTS): each is increased by what it took. NULL: no clock is read */
 } layers_step;
 
+static double layers_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Books the time since *since, as `part`, and begins anew. */
+static void layers_book(const layers_step *step, int part, double *since) {
+    if (!step->part_seconds) return;
+    const double now = layers_now();
+    step->part_seconds[part] += now - *since;
+    *since = now;
+}
+
 static void layers_apply(const layers_model *model, const layers_step *step, int64_t layer, int site,
-                         const void *x, void *y) {
+                         const void *x, void *y, double *since) {
     const layers_linear *linear = &model->layers[layer].linear[site];
     model->linear(linear->panels, linear->bias, x, y, step->wide, step->num_rows,
                   linear->num_inputs, linear->num_outputs, linear->num_inputs,
                   linear->num_outputs, (int32_t)linear->format, model->is_bf16,
                   model->num_threads);
+    layers_book(step, LAYERS_LINEAR, since);
     const int64_t index = layer * LAYERS_SITES + site;
-    if (step->lora && step->is_active[index])
+    if (step->lora && step->is_active[index]) {
         model->lora(y, x, model->is_bf16, (int32_t)linear->num_inputs,
                     (int32_t)linear->num_outputs, model->slice_begins[site], (int32_t)index,
                     step->lora);
+        layers_book(step, LAYERS_LORA, since);
+    }
 }
 
 static void layers_norm(const layers_model *model, const layers_step *step, const void *added,
@@ -98,6 +120,7 @@ static void layers_norm(const layers_model *model, const layers_step *step, cons
 void layers_forward(const layers_model *model, const layers_step *step) {
     const size_t q_bytes = (size_t)model->num_heads * (size_t)model->head_dim *
                            (model->is_bf16 ? 2 : sizeof(float));
+    double since = step->part_seconds ? layers_now() : 0.0;
     /* Attention does not write padding rows. */
     if (step->num_tokens < step->num_rows)
         memset((char *)step->attended + (size_t)step->num_tokens * q_bytes, 0,
@@ -105,18 +128,23 @@ void layers_forward(const layers_model *model, const layers_step *step) {
     for (int64_t i = 0; i < model->num_layers; i++) {
         const layers_layer *layer = model->layers + i;
         layers_norm(model, step, i == 0 ? NULL : step->added, layer->input_norm);
-        layers_apply(model, step, i, LAYERS_QKV, step->normed, step->qkv);
+        layers_book(step, LAYERS_SMALL, &since);
+        layers_apply(model, step, i, LAYERS_QKV, step->normed, step->qkv, &since);
         model->rotate_and_write(step->qkv, step->cos, step->sin, layer->kv, step->slot,
                                 step->num_tokens, model->num_heads, model->num_kv_heads,
                                 model->head_dim, model->is_bf16, model->num_threads);
+        layers_book(step, LAYERS_SMALL, &since);
         *step->attention_kv = layer->kv;
         model->attention(step->attention, step->items, step->num_items, step->merges,
                          step->num_merges, step->attention_scratch, model->num_threads);
-        layers_apply(model, step, i, LAYERS_O, step->attended, step->added);
+        layers_book(step, LAYERS_ATTENTION, &since);
+        layers_apply(model, step, i, LAYERS_O, step->attended, step->added, &since);
         layers_norm(model, step, step->added, layer->mlp_norm);
-        layers_apply(model, step, i, LAYERS_GATE_UP, step->normed, step->gate_up);
+        layers_book(step, LAYERS_SMALL, &since);
+        layers_apply(model, step, i, LAYERS_GATE_UP, step->normed, step->gate_up, &since);
         model->gated(step->gate_up, step->gated, step->num_rows, model->inner_size,
                      model->is_bf16, model->num_threads);
-        layers_apply(model, step, i, LAYERS_DOWN, step->gated, step->added);
+        layers_book(step, LAYERS_SMALL, &since);
+        layers_apply(model, step, i, LAYERS_DOWN, step->gated, step->added, &since);
     }
 }

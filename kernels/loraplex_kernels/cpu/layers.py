@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from loraplex_kernels.cpu.lora import LoraKernel, LoraStep
 from loraplex_kernels.cpu.ops import OpsKernel
 
 NUM_SITES: Final = 4  # qkv, o, gate_up, down
+# What a step's time is told apart by: norms, rotation and activation are `small`.
+TIMED_PARTS: Final = ("linear", "attention", "lora", "small")
 
 _POINTER, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -74,7 +78,7 @@ class _Step(ctypes.Structure):
         *((name, _I32) for name in ("num_items", "num_merges")),
         *((name, _POINTER) for name in ("lora", "is_active")),
         *((name, _POINTER) for name in ("normed", "qkv", "attended", "added")),
-        *((name, _POINTER) for name in ("gate_up", "gated", "wide")),
+        *((name, _POINTER) for name in ("gate_up", "gated", "wide", "part_seconds")),
     )
 
 
@@ -108,7 +112,9 @@ class LayersKernel:
         slice_addresses: Sequence[int],
         cache_dir: Path,
     ) -> None:
-        """Compile or load it, and lay out the table of `layers`, which is kept alive.
+        """Compile or load it, and lay out the table of `layers`.
+
+        Their weights are kept alive, their caches are not: `forward` is not to be called without them.
 
         Args:
             lora: None: no step has adapters.
@@ -120,7 +126,7 @@ class LayersKernel:
         self._forward = load_library("layers", cache_dir).layers_forward
         self._forward.restype = None
         self._forward.argtypes = (_POINTER, _POINTER)
-        self.layers: Final = tuple(layers)
+        self._kept = [(parts.input_norm, parts.mlp_norm, parts.linears) for parts in layers]
         self._kernels = (ops, attention, lora)
         self._attention_scratch = attention.scratch_address
         table = (_Layer * len(layers))()
@@ -145,7 +151,9 @@ class LayersKernel:
             gate_up.out_features,
             down.in_features,
         )
-        self._most_inputs = max(linear.in_features for linear in layers[0].linears)
+        self._wide_per_row = max(
+            linear.wide_per_row(ops.dtype) for parts in layers for linear in parts.linears
+        )
         self._model = _Model(
             rms_norm=ops.rms_norm_address,
             gated=ops.gated_address,
@@ -180,6 +188,7 @@ class LayersKernel:
         *,
         lora_step: LoraStep | None = None,
         is_active: Any = None,  # noqa: ANN401 -- array of bool, by layer * 4 + site
+        part_seconds: npt.NDArray[np.float64] | None = None,
     ) -> Tensor:
         """Run all layers on `hidden_TH`, in place, up to the last one's sum.
 
@@ -188,6 +197,7 @@ class LayersKernel:
             cos_T1D, sin_T1D: of all T rows.
             slot_T: int64, of the first rows; rows behind them are padding.
             is_active: with `lora_step`: where some adapter adds.
+            part_seconds: one for each of `TIMED_PARTS`, increased by what it took. None: no clock is read.
 
         Returns:
             (T, H), still to be added to `hidden_TH`; the next call overwrites it.
@@ -201,8 +211,20 @@ class LayersKernel:
                 raise ValueError(f"{name} is {value.dtype}: it must be {self._dtype}, contiguous")
             if value.shape[0] != num_rows:
                 raise ValueError(f"{name} has {value.shape[0]} rows, hidden {num_rows}")
-        if slot_T.dtype is not torch.int64 or num_tokens > num_rows:
-            raise ValueError(f"slot is {slot_T.shape} {slot_T.dtype}: int64, at most one a row")
+        if slot_T.dtype is not torch.int64 or not slot_T.is_contiguous() or num_tokens > num_rows:
+            raise ValueError(
+                f"slot is {slot_T.shape} {slot_T.dtype}, contiguous: {slot_T.is_contiguous()}; it must"
+                " be int64, contiguous, at most one a row"
+            )
+        if part_seconds is not None and (
+            part_seconds.shape != (len(TIMED_PARTS),)
+            or part_seconds.dtype != np.float64
+            or not part_seconds.flags.c_contiguous
+        ):
+            raise ValueError(
+                f"part_seconds is {part_seconds.shape} {part_seconds.dtype}:"
+                f" it must be ({len(TIMED_PARTS)},) float64, contiguous"
+            )
         if num_rows > self._num_rows:
             self._grow(num_rows)
         step, call = self._step, work.call
@@ -221,14 +243,14 @@ class LayersKernel:
         step.merges, step.num_merges = work.merges.ctypes.data, len(work.merges)
         step.lora = lora_step.address if lora_step is not None else None
         step.is_active = is_active.ctypes.data if lora_step is not None else None
+        step.part_seconds = None if part_seconds is None else part_seconds.ctypes.data
         self._forward(ctypes.byref(self._model), ctypes.byref(step))
         return added[:num_rows]
 
     def _grow(self, num_rows: int) -> None:
         """Make room for the results of so many rows."""
         results = [torch.empty((num_rows, width), dtype=self._dtype) for width in self._widths]
-        num_wide = num_rows * self._most_inputs if self._dtype is torch.bfloat16 else 0
-        wide = torch.empty(num_wide)
+        wide = torch.empty(num_rows * self._wide_per_row)
         # Only now: what cannot be allocated leaves the smaller ones in use.
         self._num_rows, self._results, self._wide = num_rows, results, wide
         step = self._step
