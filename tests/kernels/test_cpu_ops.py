@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from loraplex_engine.model.rope import RotaryTable, rotate_merged_
+from loraplex_kernels.cpu import build
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.ops import OpsKernel
 from torch import Tensor
@@ -37,6 +38,14 @@ def open_kernel(pytestconfig: pytest.Config) -> OpenKernel:
             pytest.skip(f"no C compiler here: {error}")
 
     return open_
+
+
+def cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -187,6 +196,36 @@ def test_a_row_s_bits_are_its_own(open_kernel: OpenKernel, dtype: torch.dtype, w
             )
             for out, whole in zip(found, expected, strict=True):
                 assert same_bits(out[kept[rows]], whole[rows][kept[rows]]), (threads, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 30, 100, 190, 576])
+def test_wide_vectors_have_the_bits_of_narrow_ones(
+    open_kernel: OpenKernel, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int
+) -> None:
+    if not {"avx512f", "avx512bw", "avx512dq"} <= cpu_flags():
+        pytest.skip("this CPU has no AVX-512: there are no wide vectors here")
+    wide = open_kernel(dtype)
+    flags = [flag.replace("-march=native", "-march=haswell") for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    narrow = open_kernel(dtype)
+    x, y = draw(5, width, dtype=dtype), draw(5, width, dtype=dtype, seed=1)
+    x[1, width // 2], x[2] = torch.nan, 3e38
+    x[3] *= 1e-39  # subnormal, in fp32 and in bf16
+    weight = draw(width, dtype=dtype, seed=2)
+    cos, sin = RotaryTable(width, 64, 10_000.0, dtype).gather(torch.arange(5))
+    results = []
+
+    for kernel in (wide, narrow):
+        hidden, qkv, kv = x.clone(), x.repeat(1, 3), torch.zeros(5, 2 * width, dtype=dtype)
+        normed = kernel.rms_norm(hidden, weight, EPS, y_TH=y)
+        slot = torch.arange(5)
+        kernel.rotate_and_write(qkv, cos, sin, kv, slot, num_heads=1, num_kv_heads=1)
+        results.append((hidden, normed, kernel.gated(torch.cat((x * 40, y), dim=1)), qkv, kv))
+
+    for own, expected in zip(*results, strict=True):
+        assert same_bits(own.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(own.isnan(), expected.isnan())
 
 
 def test_rotation_by_several_threads_is_rotation(open_kernel: OpenKernel) -> None:
