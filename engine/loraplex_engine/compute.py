@@ -121,7 +121,7 @@ def open_compute(
     if config.gpu_memory_utilization is not None:
         log.warning("setting_has_no_effect", setting="gpu_memory_utilization", device=device.name)
     model, sizes = load_model(config, cache=cache)
-    lora = _open_lora(config, cache, None)
+    lora = _open_lora(config, cache, None, dtype=model.dtype)
     attention = open_attention(
         model.attention_shape,
         num_blocks=sizes.num_blocks,
@@ -179,7 +179,13 @@ def _check_backends(config: EngineConfig, device: EngineDevice) -> None:
         )
 
 
-def _open_lora(config: EngineConfig, cache: Path, on_device: LoraDevice | None) -> Lora | None:
+def _open_lora(
+    config: EngineConfig,
+    cache: Path,
+    on_device: LoraDevice | None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Lora | None:
     if config.store_url is None:
         return None
     try:
@@ -194,6 +200,7 @@ def _open_lora(config: EngineConfig, cache: Path, on_device: LoraDevice | None) 
             idle_s=config.adapter_idle_s,
             max_lora_rank=config.max_lora_rank,
             backend=config.lora_backend,
+            dtype=dtype,
             on_device=on_device,
         )
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,27 @@ def _open(name: str, request: pytest.FixtureRequest) -> BackendFactory:
     if name == "triton":
         return open_triton
     kernel: LoraKernel = request.getfixturevalue("kernel")
-    return lambda artifacts, shape, _: NativeLora(
-        Slots([pack_native(a, shape) for a in artifacts]), shape, kernel
-    )
+    if name == "native, untiled":
+        if not kernel.has_tiles:
+            pytest.skip("this CPU has no matrix tiles: native is untiled")
+        return partial(open_untiled, kernel)
+    return lambda artifacts, shape, dtype: open_native(kernel, artifacts, shape, dtype)
+
+
+def open_native(
+    kernel: LoraKernel, artifacts: list[AdapterArtifact], shape: ModelShape, dtype: torch.dtype
+) -> NativeLora:
+    """As the engine does: weights are laid out for matrix tiles where this CPU has them for such rows."""
+    in_tiles = kernel.has_tiles and dtype is torch.bfloat16
+    packed = [pack_native(a, shape, in_tiles=in_tiles) for a in artifacts]
+    return NativeLora(Slots(packed), shape, kernel)
+
+
+def open_untiled(
+    kernel: LoraKernel, artifacts: list[AdapterArtifact], shape: ModelShape, _: torch.dtype
+) -> NativeLora:
+    """As on a CPU without tiles."""
+    return NativeLora(Slots([pack_native(a, shape) for a in artifacts]), shape, kernel)
 
 
 def open_triton(
@@ -94,12 +113,12 @@ def open_triton(
     )
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
+@pytest.fixture(params=["torch", "native", "native, untiled", "triton"])
 def make_backend(request: pytest.FixtureRequest) -> BackendFactory:
     return _open(request.param, request)
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", "native", "native, untiled"])
 def make_cpu_backend(request: pytest.FixtureRequest) -> BackendFactory:
     return _open(request.param, request)
 
@@ -390,9 +409,7 @@ def test_how_threads_share_the_native_kernels_work_changes_no_bit(
     try:
         for num_threads in (1, 2, 4):
             torch.set_num_threads(num_threads)
-            backend = NativeLora(
-                Slots([pack_native(a, TINY_SHAPE) for a in adapters]), TINY_SHAPE, kernel
-            )
+            backend = open_native(kernel, adapters, TINY_SHAPE, dtype)
             results[num_threads] = [
                 run(
                     backend,
@@ -419,8 +436,7 @@ def test_ranks_of_every_size_equal_the_reference(kernel: LoraKernel, tmp_path: P
         make_adapter(tmp_path / str(rank), rank=rank, linears=ALL_LINEARS, seed=rank)
         for rank in ranks
     ]
-    packed = Slots([pack_native(artifact, TINY_SHAPE) for artifact in artifacts])
-    backend = NativeLora(packed, TINY_SHAPE, kernel)
+    backend = open_untiled(kernel, artifacts, TINY_SHAPE, torch.float32)
     slots = [index for index in range(len(ranks)) for _ in range(index % 6 + 1)]
     for site, layout in zip(SITES, site_layouts(TINY_SHAPE), strict=True):
         x = random_rows(len(slots), layout.num_inputs, torch.float32)

@@ -73,6 +73,7 @@ class Stand:
             cache_dir=self.kernels,
             max_loras=3,
             max_cpu_loras=3,
+            dtype=model.dtype,
         )
         self.pools.append(lora)
         attention = open_attention(

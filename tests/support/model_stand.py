@@ -68,6 +68,7 @@ class ModelStand:
             max_loras=self.max_loras,
             max_cpu_loras=self.max_loras,
             backend=self.backend,
+            dtype=model.dtype,
         )
         self.opened.append(lora)
         attention = open_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ def open_lora(
     idle_s: float | None = None,
     max_lora_rank: int = 64,
     backend: BackendName = "auto",
+    dtype: torch.dtype | None = None,
     on_device: LoraDevice | None = None,
 ) -> Lora:
     """Open the store and make an empty pool.
@@ -75,13 +77,14 @@ def open_lora(
         max_cpu_lora_bytes, max_disk_bytes, idle_s: see `LoraPool`.
         backend: auto takes the Triton kernels where `on_device` is a GPU, else the native kernel, and torch
             with one warning where that does not compile.
+        dtype: of the model's rows, for which a CPU's kernel may lay out weights; None: not known.
         on_device: needed for the Triton backend.
 
     Raises:
         NativeBuildError: the native kernel was asked for and does not compile here.
         ValueError: the URL or a size is wrong, or the backend does not go with the device.
     """
-    parts = _open_parts(backend, on_device, cache_dir, max_lora_rank)
+    parts = _open_parts(backend, on_device, cache_dir, max_lora_rank, dtype)
     store = AdapterStore(store_url)
     pool: LoraPool[Any] = LoraPool(
         store=store,
@@ -126,6 +129,7 @@ def _open_parts(
     on_device: LoraDevice | None,
     cache_dir: Path,
     max_rank: int,
+    dtype: torch.dtype | None,
 ) -> _Parts:
     is_gpu = on_device is not None and on_device.device.type == "cuda"
     if backend == "auto":
@@ -143,8 +147,11 @@ def _open_parts(
         return _Parts(
             TorchLora.name, pack_torch, lambda slots, _, shape, __: TorchLora(slots, shape)
         )
+    in_tiles = kernel.has_tiles and dtype is torch.bfloat16
     return _Parts(
-        NativeLora.name, pack_native, lambda slots, _, shape, __: NativeLora(slots, shape, kernel)
+        NativeLora.name,
+        partial(pack_native, in_tiles=in_tiles),
+        lambda slots, _, shape, __: NativeLora(slots, shape, kernel),
     )
 
 

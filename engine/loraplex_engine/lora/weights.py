@@ -14,7 +14,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from loraplex_kernels.cpu.lora import SITE_DTYPE, blocked_outputs
+from loraplex_kernels.cpu.lora import (
+    SITE_DTYPE,
+    SiteFormat,
+    blocked_outputs,
+    tiled_inputs,
+    tiled_outputs,
+)
 from torch import Tensor
 
 from loraplex_engine.artifact import (
@@ -169,12 +175,21 @@ class NativeWeights:
         return self.memory.nbytes + self.sites.nbytes
 
 
-def pack_native(artifact: AdapterTensors, shape: ModelShape) -> NativeWeights:
-    """Lay out all sites one after another, in the order a step reads them."""
+def pack_native(
+    artifact: AdapterTensors, shape: ModelShape, *, in_tiles: bool = False
+) -> NativeWeights:
+    """Lay out all sites one after another, in the order a step reads them.
+
+    Args:
+        in_tiles: the rows will be bf16 and the kernel has tiles: bf16 weights are laid out for those.
+    """
     is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
     layouts = site_layouts(shape)
     sites = np.zeros(num_sites(shape), dtype=SITE_DTYPE)
-    sites["is_bf16"] = is_bf16
+    sites["format"] = SiteFormat.BF16 if is_bf16 else SiteFormat.FP32
+    if is_bf16 and in_tiles:
+        sites["format"] = SiteFormat.TILES
+        sites["format"][embedding_index(shape)] = SiteFormat.BF16  # its A is looked up
     arena = _Arena()
 
     def stored(tensor: TensorView) -> npt.NDArray[Any]:
@@ -192,12 +207,18 @@ def pack_native(artifact: AdapterTensors, shape: ModelShape) -> NativeWeights:
         pairs = pairs_of(index)
         if not any(pairs):
             continue
-        a_RK = np.concatenate([stored(pair.a) for pair in pairs if pair])
-        is_embedding = index == embedding_index(shape)
-        site["a"] = arena.place(np.ascontiguousarray(a_RK.T) if is_embedding else a_RK)
+        slices_RK = [stored(pair.a) for pair in pairs if pair]
+        is_tiled = site["format"] == SiteFormat.TILES
+        if is_tiled:
+            site["a"] = arena.place(tiled_inputs(slices_RK))
+        elif index == embedding_index(shape):
+            site["a"] = arena.place(np.ascontiguousarray(slices_RK[0].T))
+        else:
+            site["a"] = arena.place(np.concatenate(slices_RK))
         for position, pair in enumerate(pairs):
             if pair is not None:
-                site["b"][position] = arena.place(blocked_outputs(stored(pair.b)))
+                blocked = tiled_outputs if is_tiled else blocked_outputs
+                site["b"][position] = arena.place(blocked(stored(pair.b)))
                 site["scale"][position] = pair.scale
                 site["rank"][position] = pair.rank
         site["rank_total"] = site["rank"].sum()

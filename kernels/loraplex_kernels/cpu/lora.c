@@ -6,7 +6,9 @@
  *     the last K mod 8 products one by one (tiles.h);
  *   - expand, d[n] = sum over r, in order of r; y[n] = round(y[n] + d[n]), once.
  * An embedding's x is a token id: its shrink is a row of A transposed, h = scale * a[id], no sum at all.
- * Products are fused with their additions by explicit FMA, never left to the compiler.
+ * Products are fused with their additions by explicit FMA, never left to the compiler. Where the CPU has matrix
+ * tiles for bf16, weights laid out for them (LORA_TILES) meet bf16 rows in those, for every number of rows:
+ * layout, order and rounding of that are in lora_tiles.h, and what follows is of the others.
  *
  * Weights are bf16 or fp32 as stored, sums fp32. `a` is (rank of all slices, K), row-major; `b` of a
  * slice is in blocks of LORA_OUT_BLOCK outputs, (ceil(N / LORA_OUT_BLOCK), rank, LORA_OUT_BLOCK),
@@ -26,6 +28,7 @@
 
 #include "simd.h"
 #include "calls.h"
+#include "lora_tiles.h"
 #include "tiles.h"
 
 lora_add_call lora_add;
@@ -37,11 +40,17 @@ lora_add_call lora_add;
 #define LORA_B_BYTES 16384 /* of b, likewise */
 /* What reading a weight costs beside its product with one row, in products. */
 #define LORA_READ_COST 4
+/* With LORA_TILES a weight costs its reading, and all rows of a chunk together hardly more; an output of a row
+ * costs its addition to y. */
+#define LORA_TILE_COST(rows) (LORA_READ_COST + (rows) / 4)
+#define LORA_ADD_COST 16
 /* Products, read costs counted, below which waking other threads costs more than they help: about 60 us.
  * A barrier is cheap only while every thread has a core: where cores are shared it may cost milliseconds. */
 #define LORA_MIN_SHARED 400000
 
 /* ------------------------------------------------------------------------------------- weights */
+
+enum { LORA_FP32, LORA_BF16, LORA_TILES };
 
 /* One (layer, site) of one adapter; all zero where the adapter does not touch the site. */
 typedef struct {
@@ -49,7 +58,7 @@ typedef struct {
     const void *b[LORA_SLICES];
     float scale[LORA_SLICES];
     int32_t rank[LORA_SLICES];
-    int32_t is_bf16;
+    int32_t format; /* LORA_TILES: only with bf16 rows, never an embedding's */
     int32_t rank_total;
 } lora_site;
 
@@ -59,9 +68,10 @@ typedef struct lora_step {
     const int32_t *rows;           /* row of x and y, sorted by group */
     const int32_t *begins;         /* by group: its first place in `rows`; and their number */
     float *h;                      /* (number of rows, h_stride), in the order of `rows` */
-    float *wide;                   /* (num_threads, LORA_CHUNK, wide_stride): rows of a bf16 x */
-    int64_t h_stride;              /* at least every rank_total, rounded up to TILE_COLS */
-    int64_t wide_stride;           /* at least every K */
+    float *wide;                   /* (num_threads, LORA_CHUNK, wide_stride): rows of a bf16 x, or of x in one piece */
+    int64_t h_stride;              /* at least every rank_total, rounded up to TILE_COLS, or, with LORA_TILES, the
+                                    * padded ranks of a site, rounded up to LORA_TILE */
+    int64_t wide_stride;           /* at least every K, a multiple of AMX_K */
     int32_t num_groups;
     int32_t num_threads;
 } lora_step;
@@ -79,12 +89,24 @@ typedef struct {
     int32_t site_index;
 } lora_call;
 
+/* What a thread has of its own. */
+typedef struct {
+    float *wide; /* its part of the step's */
+    lora_tile_shape shape;
+} lora_worker;
+
 /* Rows [begin, end) of `rows`, all of one adapter. */
 typedef struct {
     const lora_site *site;
     int begin;
     int end;
 } lora_chunk;
+
+INLINE int lora_padded_total(const lora_site *site) {
+    int total = 0;
+    for (int s = 0; s < LORA_SLICES; s++) total += lora_padded_rank(site->rank[s]);
+    return total;
+}
 
 /* -------------------------------------------------------------------------------------- shrink */
 
@@ -93,7 +115,8 @@ typedef struct {
 static void lora_shrink(const lora_call *call, lora_chunk chunk, int first, int end, float *wide) {
     const lora_step *step = call->step;
     const lora_site *site = chunk.site;
-    const size_t num_inputs = (size_t)call->num_inputs, size = site->is_bf16 ? 2 : 4;
+    const int is_bf16 = site->format == LORA_BF16;
+    const size_t num_inputs = (size_t)call->num_inputs, size = is_bf16 ? 2 : 4;
     const float *x[LORA_CHUNK];
     const int num_rows = chunk.end - chunk.begin;
     for (int i = 0; i < num_rows; i++) {
@@ -119,7 +142,7 @@ static void lora_shrink(const lora_call *call, lora_chunk chunk, int first, int 
         }
         for (int i = 0; i < num_rows;) {
             const int rows = tile_take(num_rows - i);
-            tile_some_dots(x + i, rows, a, site->is_bf16, cols > TILE_COLS ? 2 * TILE_COLS : TILE_COLS,
+            tile_some_dots(x + i, rows, a, is_bf16, cols > TILE_COLS ? 2 * TILE_COLS : TILE_COLS,
                            num_inputs, h + (size_t)i * (size_t)step->h_stride + rank,
                            (size_t)step->h_stride);
             i += rows;
@@ -142,7 +165,7 @@ static void lora_look_up(const lora_call *call, lora_chunk chunk) {
         const size_t from = (size_t)call->token_ids[step->rows[i]] * rank;
         float *h = step->h + (size_t)i * (size_t)step->h_stride;
         for (size_t r = 0; r < rank; r++)
-            h[r] = site->scale[0] * tile_load_one(site->a, from + r, site->is_bf16);
+            h[r] = site->scale[0] * tile_load_one(site->a, from + r, site->format == LORA_BF16);
     }
 }
 
@@ -211,7 +234,8 @@ static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int 
     };
     const lora_step *step = call->step;
     const lora_site *site = chunk.site;
-    const size_t rank = (size_t)site->rank[slice], size = site->is_bf16 ? 2 : 4;
+    const int is_bf16 = site->format == LORA_BF16;
+    const size_t rank = (size_t)site->rank[slice], size = is_bf16 ? 2 : 4;
     const size_t width = (size_t)(call->slice_begin[slice + 1] - call->slice_begin[slice]);
     const size_t block_bytes = rank * LORA_OUT_BLOCK * size;
     const int group = LORA_B_BYTES / block_bytes > 1 ? (int)(LORA_B_BYTES / block_bytes) : 1;
@@ -229,7 +253,7 @@ static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int 
         const char *b = (const char *)site->b[slice] + (size_t)block * block_bytes;
         for (int i = 0; i < chunk.end - chunk.begin;) {
             const int rows = tile_take(chunk.end - chunk.begin - i);
-            by[site->is_bf16][rows - 1](call->y, y_index + i, call->is_bf16,
+            by[is_bf16][rows - 1](call->y, y_index + i, call->is_bf16,
                                         h + (size_t)i * (size_t)step->h_stride,
                                         (size_t)step->h_stride, b, rank, n, stop);
             i += rows;
@@ -237,53 +261,144 @@ static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int 
     }
 }
 
+/* --------------------------------------------------------------------------------------- tiles */
+
+#if HAS_LORA_TILES
+/* Blocks [first, end) of the ranks of h for a chunk of up to LORA_TILE rows. */
+static void lora_shrink_in_tiles(const lora_call *call, lora_chunk chunk, int first, int end,
+                                 lora_worker *worker) {
+    const lora_step *step = call->step;
+    const lora_site *site = chunk.site;
+    const size_t row_bytes = (size_t)call->num_inputs * sizeof(uint16_t);
+    const size_t steps = ((size_t)call->num_inputs + AMX_K - 1) / AMX_K;
+    const int32_t *rows = step->rows + chunk.begin;
+    const int num_rows = chunk.end - chunk.begin;
+    const char *x = (const char *)call->x + (size_t)rows[0] * row_bytes;
+    size_t x_stride = row_bytes;
+    const int is_whole = row_bytes == steps * AMX_ROW_BYTES;
+    if (!is_whole || rows[num_rows - 1] - rows[0] != num_rows - 1) {
+        x_stride = steps * AMX_ROW_BYTES;
+        for (int i = 0; i < num_rows; i++) {
+            char *to = (char *)worker->wide + (size_t)i * x_stride;
+            memcpy(to, (const char *)call->x + (size_t)rows[i] * row_bytes, row_bytes);
+            memset(to + row_bytes, 0, x_stride - row_bytes);
+        }
+        x = (const char *)worker->wide;
+    }
+    const size_t h_stride = 2 * (size_t)step->h_stride;
+    const lora_tile_ranks ranks = {site->scale, site->rank, LORA_SLICES, lora_padded_total(site)};
+    lora_tiles_shrink(&worker->shape, x, x_stride, site->a, steps, num_rows, ranks, first, end,
+                      (uint16_t *)step->h + (size_t)chunk.begin * h_stride, h_stride);
+}
+
+/* Columns [first, end), of LORA_TILE_OUTPUTS outputs each, of one slice for a chunk of up to LORA_TILE rows. */
+static void lora_expand_in_tiles(const lora_call *call, lora_chunk chunk, int slice, int first,
+                                 int end, lora_worker *worker) {
+    const lora_step *step = call->step;
+    const lora_site *site = chunk.site;
+    const size_t h_stride = 2 * (size_t)step->h_stride;
+    const size_t lo_at = lora_tiles_round_up((size_t)lora_padded_total(site), LORA_TILE);
+    const size_t width = (size_t)(call->slice_begin[slice + 1] - call->slice_begin[slice]);
+    const size_t stop = (size_t)end * LORA_TILE_OUTPUTS;
+    const uint16_t *h = (const uint16_t *)step->h + (size_t)chunk.begin * h_stride;
+    for (int s = 0; s < slice; s++) h += lora_padded_rank(site->rank[s]);
+    size_t y_index[LORA_TILE];
+    for (int i = 0; i < chunk.end - chunk.begin; i++)
+        y_index[i] = (size_t)step->rows[chunk.begin + i] * (size_t)call->num_outputs +
+                     (size_t)call->slice_begin[slice];
+    lora_tiles_expand(&worker->shape, call->y, y_index, chunk.end - chunk.begin, h, h + lo_at,
+                      h_stride * sizeof(uint16_t), site->b[slice], site->rank[slice],
+                      (size_t)first * LORA_TILE_OUTPUTS, stop < width ? stop : width);
+}
+#endif
+
 /* -------------------------------------------------------------------------------------- driver */
 
-/* The columns of a chunk, each of the same cost, on the scale that threads' shares are cut from. */
-INLINE int lora_cut(int64_t at, int64_t column_cost, int num_columns, int64_t mark) {
+/* How the work of one phase is laid out for a chunk and, in expand, a slice: columns, each of the same cost. */
+typedef struct {
+    int columns;
+    int64_t cost; /* of a column */
+} lora_share;
+
+static lora_share lora_shrink_share(const lora_call *call, lora_chunk chunk) {
+    const lora_site *site = chunk.site;
+    const int64_t rows = chunk.end - chunk.begin;
+    if (call->x == NULL) return (lora_share){1, (rows + LORA_READ_COST) * site->rank_total};
+    if (site->format == LORA_TILES)
+        return (lora_share){(lora_padded_total(site) + LORA_TILE - 1) / LORA_TILE,
+                            LORA_TILE_COST(rows) * LORA_TILE * call->num_inputs};
+    return (lora_share){(site->rank_total + TILE_COLS - 1) / TILE_COLS,
+                        (rows + LORA_READ_COST) * TILE_COLS * call->num_inputs};
+}
+
+static lora_share lora_expand_share(const lora_call *call, lora_chunk chunk, int slice) {
+    const lora_site *site = chunk.site;
+    const int64_t rows = chunk.end - chunk.begin, rank = site->rank[slice];
+    const int width = call->slice_begin[slice + 1] - call->slice_begin[slice];
+    if (site->format == LORA_TILES)
+        return (lora_share){(width + LORA_TILE_OUTPUTS - 1) / LORA_TILE_OUTPUTS,
+                            (LORA_TILE_COST(rows) * rank + LORA_ADD_COST * rows) * LORA_TILE_OUTPUTS};
+    return (lora_share){(width + LORA_OUT_BLOCK - 1) / LORA_OUT_BLOCK,
+                        (rows + LORA_READ_COST) * (rank + 2) * LORA_OUT_BLOCK};
+}
+
+/* The columns that lie before a mark on the scale that threads' shares are cut from. */
+INLINE int lora_cut(int64_t at, lora_share share, int64_t mark) {
     if (mark <= at) return 0;
-    const int64_t columns = (mark - at + column_cost - 1) / column_cost;
-    return columns < num_columns ? (int)columns : num_columns;
+    const int64_t columns = (mark - at + share.cost - 1) / share.cost;
+    return columns < share.columns ? (int)columns : share.columns;
+}
+
+static void lora_shrink_some(const lora_call *call, lora_chunk chunk, lora_share share, int first,
+                             int end, lora_worker *worker) {
+    if (call->x == NULL)
+        lora_look_up(call, chunk);
+#if HAS_LORA_TILES
+    else if (chunk.site->format == LORA_TILES)
+        lora_shrink_in_tiles(call, chunk, first, end, worker);
+#endif
+    else
+        lora_shrink(call, chunk, first * TILE_COLS,
+                    end == share.columns ? chunk.site->rank_total : end * TILE_COLS, worker->wide);
+}
+
+static void lora_expand_some(const lora_call *call, lora_chunk chunk, int slice, int first, int end,
+                             lora_worker *worker) {
+#if HAS_LORA_TILES
+    if (chunk.site->format == LORA_TILES) {
+        lora_expand_in_tiles(call, chunk, slice, first, end, worker);
+        return;
+    }
+#endif
+    (void)worker;
+    lora_expand(call, chunk, slice, first, end);
 }
 
 /* What lies in [from, to) of a phase's work; returns the cost of all of it. Two shares that meet at a mark
  * agree on which columns lie before it. */
-static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int64_t to, float *wide) {
+static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int64_t to,
+                        lora_worker *worker) {
     const lora_step *step = call->step;
     int64_t at = 0;
     for (int g = 0; g < step->num_groups; g++) {
         lora_chunk chunk = {.site = step->sites[g] + call->site_index};
         const lora_site *site = chunk.site;
         if (site->rank_total == 0) continue;
+        const int most = site->format == LORA_TILES ? LORA_TILE : LORA_CHUNK;
         for (chunk.begin = step->begins[g]; chunk.begin < step->begins[g + 1]; chunk.begin = chunk.end) {
-            chunk.end = chunk.begin + LORA_CHUNK;
+            chunk.end = chunk.begin + most;
             if (chunk.end > step->begins[g + 1]) chunk.end = step->begins[g + 1];
-            const int64_t weight_cost = chunk.end - chunk.begin + LORA_READ_COST;
-            if (!is_expand) {
-                const int is_lookup = call->x == NULL;
-                const int columns = is_lookup ? 1 : (site->rank_total + TILE_COLS - 1) / TILE_COLS;
-                const int64_t cost = weight_cost * (is_lookup ? site->rank_total
-                                                              : TILE_COLS * call->num_inputs);
-                const int first = lora_cut(at, cost, columns, from);
-                const int end = lora_cut(at, cost, columns, to);
-                at += cost * columns;
+            for (int s = 0; s < (is_expand ? LORA_SLICES : 1); s++) {
+                if (is_expand && site->rank[s] == 0) continue;
+                const lora_share share = is_expand ? lora_expand_share(call, chunk, s)
+                                                   : lora_shrink_share(call, chunk);
+                const int first = lora_cut(at, share, from), end = lora_cut(at, share, to);
+                at += share.cost * share.columns;
                 if (first >= end) continue;
-                if (is_lookup)
-                    lora_look_up(call, chunk);
+                if (is_expand)
+                    lora_expand_some(call, chunk, s, first, end, worker);
                 else
-                    lora_shrink(call, chunk, first * TILE_COLS,
-                                end == columns ? site->rank_total : end * TILE_COLS, wide);
-                continue;
-            }
-            for (int s = 0; s < LORA_SLICES; s++) {
-                if (site->rank[s] == 0) continue;
-                const int width = call->slice_begin[s + 1] - call->slice_begin[s];
-                const int columns = (width + LORA_OUT_BLOCK - 1) / LORA_OUT_BLOCK;
-                const int64_t cost = weight_cost * (site->rank[s] + 2) * LORA_OUT_BLOCK;
-                const int first = lora_cut(at, cost, columns, from);
-                const int end = lora_cut(at, cost, columns, to);
-                at += cost * columns;
-                if (first < end) lora_expand(call, chunk, s, first, end);
+                    lora_shrink_some(call, chunk, share, first, end, worker);
             }
         }
     }
@@ -301,11 +416,22 @@ static void lora_forward(const lora_call *call) {
 #else
         const int thread = 0, threads = 1;
 #endif
-        float *wide = step->wide + (size_t)thread * LORA_CHUNK * (size_t)step->wide_stride;
-        lora_run(call, 0, shrink * thread / threads, shrink * (thread + 1) / threads, wide);
+        lora_worker worker = {
+            .wide = step->wide + (size_t)thread * LORA_CHUNK * (size_t)step->wide_stride};
+        lora_run(call, 0, shrink * thread / threads, shrink * (thread + 1) / threads, &worker);
 #pragma omp barrier
-        lora_run(call, 1, expand * thread / threads, expand * (thread + 1) / threads, wide);
+        lora_run(call, 1, expand * thread / threads, expand * (thread + 1) / threads, &worker);
+        lora_tiles_release(&worker.shape);
     }
+}
+
+/* Whether weights may be laid out for matrix tiles here. */
+int32_t lora_has_tiles(void) {
+#if HAS_LORA_TILES
+    return amx_allow();
+#else
+    return 0;
+#endif
 }
 
 /* Add the deltas of one site to y, in place. x and y are (rows, num_inputs) and (rows, num_outputs),

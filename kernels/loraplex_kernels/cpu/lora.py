@@ -8,7 +8,9 @@ Everything that is the same for a whole step (groups, row order, scratch) is lai
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +25,18 @@ MAX_SLICES: Final = 3
 OUT_BLOCK: Final = 32
 _CHUNK: Final = 24
 _LINE: Final = 16  # floats; loads that cross lines take twice as long
+_TILE: Final = 16  # rows, ranks or outputs of a matrix tile
+_TILE_K: Final = 32  # numbers that one product of tiles adds up
+_HALF_TILE: Final = 8
+
+
+class SiteFormat(IntEnum):
+    """How a site's weights are laid out, and of what type they are; as in lora.c."""
+
+    FP32 = 0
+    BF16 = 1
+    TILES = 2  # bf16, for matrix tiles: only for bf16 rows, and not of an embedding
+
 
 # lora_site in lora.c
 SITE_DTYPE: Final = np.dtype(
@@ -31,7 +45,7 @@ SITE_DTYPE: Final = np.dtype(
         ("b", np.uint64, (MAX_SLICES,)),
         ("scale", np.float32, (MAX_SLICES,)),
         ("rank", np.int32, (MAX_SLICES,)),
-        ("is_bf16", np.int32),
+        ("format", np.int32),  # SiteFormat
         ("rank_total", np.int32),
     ]
 )
@@ -89,7 +103,10 @@ class LoraStep:
             num_threads: threads that a call may use.
         """
         max_rank = max(int(table["rank_total"].max()) for table in site_tables)
-        h_stride, wide_stride = (-(-width // _LINE) * _LINE for width in (max_rank, max_inputs))
+        # `padded_rank` adds no more than a sixteenth and one.
+        max_rank += max_rank // 16 + MAX_SLICES
+        h_stride, wide_stride = _round_up(max_rank, _LINE), _round_up(max_inputs, _TILE_K)
+        self.is_tiled = any((table["format"] == SiteFormat.TILES).any() for table in site_tables)
         self._sites = np.array([table.ctypes.data for table in site_tables], dtype=np.uint64)
         self._rows = np.ascontiguousarray(rows, dtype=np.int32)
         self._begins = np.zeros(len(group_sizes) + 1, dtype=np.int32)
@@ -124,6 +141,41 @@ def blocked_outputs(b_NR: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(padded.reshape(num_blocks, OUT_BLOCK, rank).transpose(0, 2, 1))
 
 
+def padded_rank(rank: int) -> int:
+    """Ranks that a slice takes in matrix tiles: equal steps of at most 32, each even."""
+    steps = -(-rank // _TILE_K)
+    return steps * _round_up(-(-rank // max(steps, 1)), 2)
+
+
+def tiled_inputs(slices_RK: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
+    """The A of a site's slices, as bits of bf16, in the order of lora_tiles.h, as one flat array."""
+    num_inputs = slices_RK[0].shape[1]
+    num_ranks = _round_up(sum(padded_rank(len(a_RK)) for a_RK in slices_RK), _HALF_TILE)
+    padded = np.zeros((num_ranks, _round_up(num_inputs, _TILE_K)), dtype=np.uint16)
+    begin = 0
+    for a_RK in slices_RK:
+        padded[begin : begin + len(a_RK), :num_inputs] = a_RK
+        begin += padded_rank(len(a_RK))
+    blocks = [
+        block_RK.reshape(len(block_RK), -1, 2).transpose(1, 0, 2).reshape(-1)
+        for block_RK in np.split(padded, range(_TILE, num_ranks, _TILE))
+    ]
+    return np.concatenate(blocks)
+
+
+def tiled_outputs(b_NR: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    """The B (N, R) of a slice, as bits of bf16: (ceil(N / 16), padded rank / 2, 16, 2), padded with zeros."""
+    num_outputs, rank = b_NR.shape
+    padded = np.zeros((_round_up(num_outputs, _TILE), padded_rank(rank)), dtype=np.uint16)
+    padded[:num_outputs, :rank] = b_NR
+    tiles = padded.reshape(-1, _TILE, padded.shape[1] // 2, 2)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
 class LoraKernel:
     """The compiled kernel."""
 
@@ -134,6 +186,8 @@ class LoraKernel:
             NativeBuildError: not on this machine.
         """
         library = load_library("lora", cache_dir)
+        # Whether weights may be SiteFormat.TILES on this machine.
+        self.has_tiles: Final[bool] = library.lora_has_tiles() != 0
         self._embed = library.lora_embed
         self._embed.restype = None
         self._embed.argtypes = (
@@ -169,13 +223,15 @@ class LoraKernel:
             slices_address: of the `SliceOffsets.begins` of the site.
             site_index: entry of the adapters' site tables.
         Raises:
-            ValueError: dtype or layout differ from the above.
+            ValueError: dtype or layout differ from the above, or the weights are for bf16 rows only.
         """
         dtype = y_TN.dtype
         if dtype is not x_TK.dtype or not (dtype is torch.bfloat16 or dtype is torch.float32):
             raise ValueError(f"y is {dtype} and x {x_TK.dtype}: both must be bf16 or fp32")
         if not (y_TN.is_contiguous() and x_TK.is_contiguous()):
             raise ValueError("x and y must be contiguous")
+        if step.is_tiled and dtype is not torch.bfloat16:
+            raise ValueError(f"x is {dtype}, the weights are laid out for bf16 rows")
         self._add(
             y_TN.data_ptr(),
             x_TK.data_ptr(),

@@ -1,0 +1,230 @@
+"""The native LoRA backend in matrix tiles: how far from exact, and that no bit depends on a row's place in a tile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from loraplex_engine.artifact import HEAD, AdapterArtifact, LoraPair, ModelShape, ModuleName
+from loraplex_engine.lora.backend import NativeLora
+from loraplex_engine.lora.sites import SITES, site_layouts
+from loraplex_engine.lora.weights import pack_native
+from loraplex_kernels.cpu.lora import LoraKernel, padded_rank, tiled_inputs, tiled_outputs
+from torch import Tensor
+
+from tests.engine.test_lora_backend import (
+    ODD_SHAPE,
+    Slots,
+    open_native,
+    random_rows,
+    run,
+    score,
+)
+from tests.support.adapter_files import (
+    ALL_LINEARS,
+    OUTSIDE,
+    TINY_SHAPE,
+    bf16_bits,
+    make_adapter,
+    native_cache_dir,
+)
+
+BF16 = torch.bfloat16
+# Every kind of last step and block: below and at half a tile, odd, of one step and of several.
+RANKS = [1, 5, 8, 13, 16, 24, 31, 33, 48, 64, 256]
+
+
+@pytest.fixture(scope="module")
+def kernel(pytestconfig: pytest.Config) -> LoraKernel:
+    kernel = LoraKernel(native_cache_dir(pytestconfig))
+    if not kernel.has_tiles:
+        pytest.skip("this CPU, or its kernel, has no matrix tiles (AMX) for bf16")
+    return kernel
+
+
+def make_adapters(folder: Path, shape: ModelShape) -> list[AdapterArtifact]:
+    return [
+        make_adapter(folder / str(r), shape, rank=r, linears=[*ALL_LINEARS, *OUTSIDE], seed=r)
+        for r in RANKS
+    ]
+
+
+def add_exactly(y_N: Tensor, size_N: Tensor, pair: LoraPair, x_K: Tensor, u: float) -> None:
+    """y += the pair's delta in fp64; size += the most that the kernel's may differ from it, to first order.
+
+    u is fp32's unit roundoff. Each of n products is rounded and added with at most one rounding of each, whatever
+    the order, so a sum is within 2 n u of the sum of its terms' sizes. h is scaled, within u, and split, within
+    2^-16. The sums over lo and hi are of 2 R terms.
+    """
+    a_RK, b_NR = (torch.from_numpy(t.to_float32().copy()).double() for t in (pair.a, pair.b))
+    h_R, h_size_R = a_RK @ x_K.double(), a_RK.abs() @ x_K.double().abs()
+    y_N += pair.scale * (b_NR @ h_R)
+    num_inputs, rank = x_K.shape[0] + 31, padded_rank(pair.rank)
+    of_h = 2 * num_inputs * u + u + 2**-16
+    of_sum = 4 * rank * u
+    # lo is within 2^-8 of h, so that the terms' sizes add up to a little more than h's.
+    terms_N = abs(pair.scale) * (b_NR.abs() @ h_size_R)
+    size_N += terms_N * (of_h + of_sum * (1 + 2**-8))
+
+
+@pytest.mark.parametrize("shape", [TINY_SHAPE, ODD_SHAPE], ids=["even", "odd"])
+def test_deltas_are_as_near_to_exact_as_their_formats_allow(
+    kernel: LoraKernel, tmp_path: Path, shape: ModelShape
+) -> None:
+    artifacts = make_adapters(tmp_path, shape)
+    backend = open_native(kernel, artifacts, shape, BF16)
+    slots = [index for index in range(len(RANKS)) for _ in range(index * 4 % 23 + 1)] + [-1]
+    for site, layout in zip(SITES, site_layouts(shape), strict=True):
+        x = random_rows(len(slots), layout.num_inputs, BF16)
+        y = random_rows(len(slots), layout.num_outputs, BF16, seed=1)
+
+        result = run(backend, y, x, slots, site, layer=0).double()
+
+        wanted, error = y.double(), torch.zeros(y.shape, dtype=torch.float64)
+        for row, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            for linear, begin, width in layout.slices:
+                part = slice(begin, begin + width)
+                pair = artifacts[slot].pairs[ModuleName(0, linear)]
+                add_exactly(wanted[row, part], error[row, part], pair, x[row], 2.0**-24)
+        # y + d is rounded in fp32 and once more to bf16, whose unit roundoff is 2^-8.
+        most = error + (wanted.abs() + error) * (2.0**-8 + 2.0**-24)
+        assert ((result - wanted).abs() <= most).all()
+
+
+def test_deltas_of_the_head_are_as_near(kernel: LoraKernel, tmp_path: Path) -> None:
+    artifacts = make_adapters(tmp_path, TINY_SHAPE)
+    backend = open_native(kernel, artifacts, TINY_SHAPE, BF16)
+    slots = [index % len(RANKS) for index in range(2 * len(RANKS))]
+    x = random_rows(len(slots), TINY_SHAPE.hidden_size, BF16)
+    y = random_rows(len(slots), TINY_SHAPE.vocab_size - 9, BF16, seed=1)  # no padding ids
+
+    result = score(backend, y, x, slots).double()
+
+    wanted = torch.zeros(len(slots), TINY_SHAPE.vocab_size, dtype=torch.float64)
+    error = torch.zeros_like(wanted)
+    wanted[:, : y.shape[1]] = y.double()
+    for row, slot in enumerate(slots):
+        add_exactly(wanted[row], error[row], artifacts[slot].pairs[HEAD], x[row], 2.0**-24)
+    wanted, error = wanted[:, : y.shape[1]], error[:, : y.shape[1]]
+    most = error + (wanted.abs() + error) * (2.0**-8 + 2.0**-24)
+    assert ((result - wanted).abs() <= most).all()
+
+
+@pytest.mark.parametrize("shape", [TINY_SHAPE, ODD_SHAPE], ids=["even", "odd"])
+def test_a_rows_place_in_a_tile_changes_no_bit(
+    kernel: LoraKernel, tmp_path: Path, shape: ModelShape
+) -> None:
+    """One row alone, at each place of segments of every length, in one piece and scattered."""
+    artifacts = make_adapters(tmp_path, shape)
+    backend = open_native(kernel, artifacts, shape, BF16)
+    for site, layout in zip(SITES, site_layouts(shape), strict=True):
+        x = random_rows(70, layout.num_inputs, BF16)
+        y = random_rows(70, layout.num_outputs, BF16, seed=1)
+        for slot in range(len(RANKS)):
+            alone = [
+                run(backend, y[i : i + 1], x[i : i + 1], [slot], site, 0)[0] for i in range(70)
+            ]
+            wanted = torch.stack(alone)
+            for count in (2, 3, 15, 16, 17, 33, 70):
+                together = run(backend, y[:count], x[:count], [slot] * count, site, 0)
+                assert torch.equal(together, wanted[:count])
+            scattered = [slot if row % 3 else -1 for row in range(70)]
+            is_own = torch.tensor(scattered) == slot
+            assert torch.equal(run(backend, y, x, scattered, site, 0)[is_own], wanted[is_own])
+
+
+def test_inf_in_one_row_leaves_its_tile_alone(kernel: LoraKernel, tmp_path: Path) -> None:
+    artifacts = make_adapters(tmp_path, ODD_SHAPE)
+    backend = open_native(kernel, artifacts, ODD_SHAPE, BF16)
+    layout = site_layouts(ODD_SHAPE)[0]
+    x = random_rows(16, layout.num_inputs, BF16)
+    y = random_rows(16, layout.num_outputs, BF16, seed=1)
+    clean = run(backend, y, x, [7] * 16, "qkv", 0)
+    x[5], x[9] = float("inf"), float("nan")
+
+    result = run(backend, y, x, [7] * 16, "qkv", 0)
+
+    others = [row for row in range(16) if row not in (5, 9)]
+    assert torch.equal(result[others], clean[others])
+    assert not torch.isfinite(result[[5, 9]]).any()
+
+
+def test_weights_for_tiles_refuse_rows_of_fp32(kernel: LoraKernel, tmp_path: Path) -> None:
+    artifact = make_adapter(tmp_path, rank=8, linears=ALL_LINEARS)
+    packed = pack_native(artifact, TINY_SHAPE, in_tiles=True)
+    backend = NativeLora(Slots([packed]), TINY_SHAPE, kernel)
+    batch = backend.prepare(np.zeros(2, dtype=np.int32), 0)
+    assert batch is not None
+    layout = site_layouts(TINY_SHAPE)[0]
+    x, y = torch.zeros(2, layout.num_inputs), torch.zeros(2, layout.num_outputs)
+
+    with pytest.raises(ValueError, match="bf16 rows"):
+        backend.add(y, x, 0, "qkv", batch)
+
+
+def test_adapters_in_fp32_serve_a_bf16_model_beside_those_in_tiles(
+    kernel: LoraKernel, tmp_path: Path
+) -> None:
+    """What is not stored in bf16 is not rounded to it: it keeps its own arithmetic, in the same call."""
+    artifacts = [
+        make_adapter(tmp_path / dtype, rank=16, linears=ALL_LINEARS, dtype=dtype, seed=1)
+        for dtype in ("BF16", "F32", "F16")
+    ]
+    together = open_native(kernel, artifacts, TINY_SHAPE, BF16)
+    slots = [index % 3 for index in range(50)]
+    for site, layout in zip(SITES, site_layouts(TINY_SHAPE), strict=True):
+        x = random_rows(50, layout.num_inputs, BF16)
+        y = random_rows(50, layout.num_outputs, BF16, seed=1)
+
+        result = run(together, y, x, slots, site)
+
+        for slot, artifact in enumerate(artifacts):
+            rows = torch.tensor(slots) == slot
+            apart = open_native(kernel, [artifact], TINY_SHAPE, BF16)
+            own = run(apart, y[rows], x[rows], [0] * int(rows.sum()), site)
+            assert torch.equal(result[rows], own)
+
+
+def test_size_of_an_adapter_in_tiles_counts_its_padding(tmp_path: Path) -> None:
+    """What the pool is told is all that is mapped: weights, padding and the table."""
+    artifact = make_adapter(tmp_path, ODD_SHAPE, rank=5, linears=["q_proj", "k_proj"])
+
+    packed = pack_native(artifact, ODD_SHAPE, in_tiles=True)
+
+    # Ranks 6 + 6, to 16; K from 75 to 96; outputs 75 and 25 to 80 and 32; parts begin at multiples of 64 bytes.
+    weights = [16 * 96, 80 * 6, 32 * 6]
+    assert packed.memory.nbytes == sum(-(-2 * count // 64) * 64 for count in weights)
+    assert packed.size_bytes == packed.memory.nbytes + packed.sites.nbytes
+
+
+@pytest.mark.parametrize(
+    ("rank", "padded"), [(0, 0), (1, 2), (8, 8), (31, 32), (32, 32), (33, 36), (48, 48), (97, 104)]
+)
+def test_ranks_are_padded_to_equal_even_steps(rank: int, padded: int) -> None:
+    assert padded_rank(rank) == padded
+
+
+def test_layout_in_tiles() -> None:
+    """Pairs of k, or of ranks, side by side; see lora_tiles.h."""
+    random = np.random.default_rng(0)
+    q_RK, k_RK, b_NR = (
+        bf16_bits(random.standard_normal(size, dtype=np.float32))
+        for size in ((16, 40), (5, 40), (20, 5))
+    )
+
+    a, b = tiled_inputs([q_RK, k_RK]), tiled_outputs(b_NR)
+
+    whole, half = a[: 32 * 16 * 2].reshape(32, 16, 2), a[32 * 16 * 2 :].reshape(32, 8, 2)
+    assert np.array_equal(whole.transpose(1, 0, 2).reshape(16, 64)[:, :40], q_RK)
+    assert np.array_equal(half.transpose(1, 0, 2).reshape(8, 64)[:5, :40], k_RK)
+    assert not whole[20:].any()
+    assert not half[20:].any()
+    assert not half[:, 5:].any()
+    assert b.shape == (2, 3, 16, 2)
+    assert np.array_equal(b.transpose(0, 2, 1, 3).reshape(32, 6)[:20, :5], b_NR)
+    assert not b[1, :, 4:].any()
+    assert not b[:, 2, :, 1].any()
