@@ -25,6 +25,7 @@
 #include <omp.h>
 #endif
 
+#include "attention_amx.h"
 #include "calls.h"
 #include "simd.h"
 #include "tiles.h"
@@ -42,6 +43,7 @@ typedef struct {
     int32_t is_bf16;
     int32_t window;   /* keys that a row sees, its own counted; 0: all */
     int32_t max_rows; /* query heads of an item, over its queries and kv heads */
+    int32_t in_tiles; /* bf16 by attention_amx.h; only where attention_may_use_tiles() */
     float scale;
     float soft_cap; /* scores become soft_cap * tanh(score / soft_cap); 0: as they are */
 } attention_shape;
@@ -87,8 +89,30 @@ typedef struct {
     float *wide;       /* (ATTENTION_TILE, head_dim): a bf16 tile widened, where many rows share it */
 } attention_scratch;
 
+/* A thread's memory where it computes in tiles in hardware. A kv head's rows begin with a tile of their own. */
+typedef struct {
+    uint16_t *query;   /* (tile rows, width), as it is; width: head_dim in whole tiles */
+    float *sum;        /* (tile rows, width): the tiles of keys joined so far */
+    float *max;        /* (tile rows): of those; log2 */
+    float *weight;     /* (tile rows) */
+    uint16_t *keys;    /* a kv head's of one tile, packed: see attention_amx.h */
+    uint16_t *values;
+    uint16_t *blank;   /* (width): zeros, for keys that are not there */
+    uint16_t *rounded; /* (AMX_ROWS, ATTENTION_TILE): weights */
+    float *score;      /* (AMX_ROWS, ATTENTION_TILE) */
+    float *part;       /* (AMX_ROWS, width): weighted values, where the scores were */
+} attention_tile_scratch;
+
 INLINE size_t attention_lines(size_t floats) {
     return (floats + ATTENTION_LINE - 1) / ATTENTION_LINE * ATTENTION_LINE;
+}
+
+/* Floats of a row's sum of values. */
+INLINE size_t attention_sum_width(const attention_shape *shape) {
+#if ATTENTION_HAS_AMX
+    if (shape->in_tiles) return pack_width(shape->head_dim);
+#endif
+    return (size_t)shape->head_dim;
 }
 
 /* Lays out a thread's memory at `base`, if any; returns its floats. */
@@ -106,14 +130,42 @@ static size_t attention_layout(const attention_shape *shape, float *base, attent
     return used;
 }
 
+static size_t attention_tile_layout(const attention_shape *shape, float *base,
+                                    attention_tile_scratch *to) {
+    const size_t width = attention_sum_width(shape);
+    const size_t heads = (size_t)shape->num_kv_heads;
+    const size_t rows = ((size_t)shape->max_rows + heads * (AMX_ROWS - 1) + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS;
+    const size_t scores = AMX_ROWS * ATTENTION_TILE, parts_width = AMX_ROWS * width;
+    const size_t sizes[] = {rows * width, ATTENTION_TILE * width, ATTENTION_TILE * width, width, scores};
+    uint16_t **const parts[] = {&to->query, &to->keys, &to->values, &to->blank, &to->rounded};
+    const size_t float_sizes[] = {rows * width, rows, rows, scores > parts_width ? scores : parts_width};
+    float **const float_parts[] = {&to->sum, &to->max, &to->weight, &to->score};
+    size_t used = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (base) *parts[i] = (uint16_t *)(base + used);
+        used += attention_lines(sizes[i] / 2);
+    }
+    for (size_t i = 0; i < sizeof float_sizes / sizeof *float_sizes; i++) {
+        if (base) *float_parts[i] = base + used;
+        used += attention_lines(float_sizes[i]);
+    }
+    if (base) to->part = to->score;
+    return used;
+}
+
 size_t attention_scratch_floats(const attention_shape *shape) {
     attention_scratch unused;
-    return attention_layout(shape, NULL, &unused);
+    attention_tile_scratch unused_too;
+    return shape->in_tiles ? attention_tile_layout(shape, NULL, &unused_too)
+                           : attention_layout(shape, NULL, &unused);
 }
+
+/* Whether this build has tiles in hardware, and the system grants them to the process. */
+int32_t attention_may_use_tiles(void) { return ATTENTION_HAS_AMX && amx_allow(); }
 
 /* Floats that a (tile, kv head, row) takes in `partials`: the sum, the maximum, the weight. */
 INLINE size_t attention_partial_floats(const attention_shape *shape) {
-    return (size_t)shape->head_dim + 8;
+    return attention_sum_width(shape) + 8;
 }
 
 /* The keys of a tile that a query sees: [first, end) within the tile; none where first >= end. */
@@ -157,6 +209,14 @@ static void attention_find_slots(const attention_shape *shape, const int32_t *ta
 INLINE void attention_fetch(const void *kv, size_t element, size_t count, size_t element_bytes) {
     const char *from = (const char *)kv + element * element_bytes;
         for (size_t byte = 0; byte < count * element_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+/* A row's scores, as products, become capped ones in log2. */
+INLINE void attention_cap(const attention_shape *shape, attention_span span, float *score) {
+    const v8 scale = v8_all(shape->scale / shape->soft_cap);
+    const v8 cap = v8_all(shape->soft_cap * 1.44269504088896341f);
+    for (int j = span.first & ~7; j < span.end; j += 8)
+        v8_store(score + j, v8_mul(cap, v8_tanh(v8_mul(scale, v8_load(score + j)))));
 }
 
 /* One row's scores of a tile become weights, 2^(score - maximum); zero outside its span. */
@@ -303,6 +363,7 @@ typedef struct {
     const attention_call *call;
     const attention_item *item;
     attention_scratch at;
+    attention_tile_scratch tiles; /* instead, in tiles in hardware */
     int fold;          /* query heads of a kv head */
     int rows_per_head; /* of the item */
     int num_rows;
@@ -503,10 +564,29 @@ INLINE size_t attention_place(const attention_work *work, int64_t stride, int qu
            (size_t)(kv_head * work->fold + f) * (size_t)work->call->shape->head_dim;
 }
 
+#if ATTENTION_HAS_AMX
+INLINE void attention_store_packed(const float *sum, float weight, size_t head_dim, uint16_t *out) {
+    const __m512 total = _mm512_set1_ps(weight);
+    for (size_t d = 0; d < head_dim; d += AMX_K) {
+        __m512 mean[2] = {_mm512_div_ps(_mm512_load_ps(sum + d), total),
+                          _mm512_div_ps(_mm512_load_ps(sum + d + AMX_ROWS), total)};
+        attention_dims_in_order(mean);
+        _mm512_mask_storeu_epi32(out + d, pack_pairs(d, head_dim),
+                                 (__m512i)_mm512_cvtne2ps_pbh(mean[1], mean[0]));
+    }
+}
+#endif
+
 static void attention_store(const attention_work *work, int query, int kv_head, int f,
                             const float *sum, float weight) {
     const attention_call *call = work->call;
     const size_t at = attention_place(work, call->out_stride, query, kv_head, f);
+#if ATTENTION_HAS_AMX
+    if (call->shape->in_tiles) {
+        attention_store_packed(sum, weight, (size_t)call->shape->head_dim, (uint16_t *)call->out + at);
+        return;
+    }
+#endif
     const v8 total = v8_all(weight);
     for (int d = 0; d < call->shape->head_dim; d += 8) {
         const v8 mean = v8_div(v8_load(sum + d), total);
@@ -523,9 +603,286 @@ INLINE attention_work attention_begin(const attention_call *call, const attentio
     work.fold = call->shape->num_heads / call->shape->num_kv_heads;
     work.rows_per_head = item->count * work.fold;
     work.num_rows = item->num_heads * work.rows_per_head;
-    attention_layout(call->shape, scratch, &work.at);
+    if (call->shape->in_tiles)
+        attention_tile_layout(call->shape, scratch, &work.tiles);
+    else
+        attention_layout(call->shape, scratch, &work.at);
     return work;
 }
+
+#if ATTENTION_HAS_AMX
+/* ------------------------------------------------------------------------ an item, in hardware's tiles */
+
+/* A kv head of an item at a tile of keys, packed. */
+typedef struct {
+    const uint16_t *kv; /* of the head: a slot's keys; its values are kv_width behind */
+    const size_t *slot;
+    attention_span present;
+    int tile;
+    int first_row;   /* of the scratch */
+    int is_finite;   /* all values that are present */
+    uint16_t *keys;  /* packed */
+    uint16_t *values;
+    float *partials; /* of the head's rows at this tile; NULL: they are joined here */
+} attention_tile_head;
+
+/* Up to AMX_ROWS rows of a kv head. */
+typedef struct {
+    const attention_tile_head *head;
+    int row; /* the first, of the head's */
+    int rows;
+    attention_span span[AMX_ROWS]; /* that each sees */
+    int is_first[AMX_ROWS];        /* whether its joining begins with this tile */
+    attention_span any;            /* from the first key that one sees to the last; none: none */
+    int is_alike;                  /* all see all keys that are present */
+} attention_tile_group;
+
+/* Pointers to what lies `behind` a head's keys, for keys [first, end); zeros elsewhere. */
+INLINE void attention_tile_rows(const attention_work *work, const attention_tile_head *head,
+                                attention_span keys, size_t behind, const uint16_t **row) {
+    for (int j = 0; j < keys.first; j++) row[j] = work->tiles.blank;
+    for (int j = keys.first; j < keys.end; j++) row[j] = head->kv + head->slot[j] + behind;
+    for (int j = keys.end; j < ATTENTION_TILE; j++) row[j] = work->tiles.blank;
+}
+
+/* Packs values of keys [first, end); whether they are finite. */
+INLINE int attention_tile_values(const attention_work *work, const attention_tile_head *head,
+                                 attention_span keys) {
+    const attention_shape *shape = work->call->shape;
+    const uint16_t *value[ATTENTION_TILE];
+    attention_tile_rows(work, head, keys, (size_t)shape->num_kv_heads * (size_t)shape->head_dim, value);
+    return attention_pack_values(value, keys.first / AMX_K, (keys.end + AMX_K - 1) / AMX_K,
+                                 (size_t)shape->head_dim, head->values);
+}
+
+INLINE uint64_t attention_span_bits(attention_span span) {
+    if (span.first >= span.end) return 0;
+    return (~(uint64_t)0 >> (64 - (span.end - span.first))) << span.first;
+}
+
+INLINE attention_tile_group attention_tile_group_of(const attention_work *work,
+                                                    const attention_tile_head *head, int row, int rows) {
+    const attention_shape *shape = work->call->shape;
+    attention_tile_group group = {.head = head, .row = row, .rows = rows, .is_alike = 1};
+    attention_span any = {ATTENTION_TILE, 0};
+    int query = row / work->fold;
+    for (int i = 0; i < rows; query++) {
+        const int own = work->item->position + query, end = (query + 1) * work->fold - row;
+        const int is_first = attention_first_tile(shape, own) == head->tile;
+        const attention_span span = attention_sees(shape, own, head->tile * ATTENTION_TILE);
+        for (; i < end && i < rows; i++) {
+            group.span[i] = span;
+            group.is_first[i] = is_first;
+        }
+        group.is_alike &= span.first <= head->present.first && span.end >= head->present.end;
+        if (span.first >= span.end) continue;
+        if (span.first < any.first) any.first = span.first;
+        if (span.end > any.end) any.end = span.end;
+    }
+    group.any = any;
+    return group;
+}
+
+INLINE int attention_is_empty(attention_span span) { return span.first >= span.end; }
+
+/* What a group's rows know of the tile: see attention_scratch. */
+typedef struct {
+    float max[AMX_ROWS], weight[AMX_ROWS], keep[AMX_ROWS], take[AMX_ROWS];
+} attention_tile_rates;
+
+/* A group's scores become weights; its rows learn how to join the tile. */
+INLINE void attention_tile_soften(const attention_work *work, const attention_tile_group *group,
+                                  attention_tile_rates *rates) {
+    const attention_shape *shape = work->call->shape;
+    const attention_tile_head *head = group->head;
+    const float scale = shape->soft_cap > 0.0f ? 1.0f : shape->scale * 1.44269504088896341f;
+    float *max = work->tiles.max + head->first_row + group->row;
+    float *weight = work->tiles.weight + head->first_row + group->row;
+    for (int i = 0; i < group->rows; i++) {
+        const attention_span span = group->span[i];
+        float *score = work->tiles.score + i * ATTENTION_TILE;
+        if (shape->soft_cap > 0.0f) attention_cap(shape, span, score);
+        attention_soften_row(score, attention_span_bits(span), scale,
+                             work->tiles.rounded + i * ATTENTION_TILE, rates->max + i,
+                             rates->weight + i);
+        /* Not joined: its maximum stays. */
+        if (attention_is_empty(span)) rates->max[i] = max[i];
+    }
+    if (head->partials) return;
+    for (int i = group->rows; i < AMX_ROWS; i++) rates->max[i] = rates->weight[i] = 0.0f;
+    for (int i = 0; i < group->rows; i += 8)
+        attention_join_weights(max + i, weight + i, rates->max + i, rates->weight + i, rates->keep + i,
+                               rates->take + i);
+    for (int i = 0; i < group->rows; i++)
+        if (group->is_first[i]) {
+            max[i] = rates->max[i];
+            weight[i] = rates->weight[i];
+        }
+}
+
+/* Rows [begin, end) of a group: their weighted values, in `part`, become part of their sums. */
+INLINE void attention_tile_join(const attention_work *work, const attention_tile_group *group, int begin,
+                                int end, const attention_tile_rates *rates) {
+    const attention_tile_head *head = group->head;
+    const size_t width = attention_sum_width(work->call->shape);
+    const size_t floats = attention_partial_floats(work->call->shape);
+    for (int i = begin; i < end; i++) {
+        if (attention_is_empty(group->span[i])) continue;
+        const int row = group->row + i;
+        const float *part = work->tiles.part + (size_t)i * width;
+        float *sum = work->tiles.sum + (size_t)(head->first_row + row) * width;
+        if (head->partials) {
+            sum = head->partials + (size_t)row * floats;
+            sum[width] = rates->max[i];
+            sum[width + 1] = rates->weight[i];
+        }
+        if (head->partials || group->is_first[i]) {
+            for (size_t d = 0; d < width; d += 16) _mm512_storeu_ps(sum + d, _mm512_load_ps(part + d));
+            continue;
+        }
+        const __m512 keep = _mm512_set1_ps(rates->keep[i]), take = _mm512_set1_ps(rates->take[i]);
+        for (size_t d = 0; d < width; d += 16) {
+            const __m512 kept = _mm512_mul_ps(_mm512_load_ps(sum + d), keep);
+            _mm512_store_ps(sum + d, _mm512_fmadd_ps(_mm512_load_ps(part + d), take, kept));
+        }
+    }
+}
+
+INLINE void attention_tile_weigh(const attention_work *work, const attention_tile_head *head,
+                                 attention_span keys) {
+    attention_weigh_packed(work->tiles.rounded, head->values, keys.first / AMX_K,
+                           (keys.end + AMX_K - 1) / AMX_K, attention_sum_width(work->call->shape),
+                           work->tiles.part);
+}
+
+/* A group against its head's packed keys and values. One after the other: with several groups at each step, or a
+ * group's steps between its neighbours', more memory is in use at a time than the nearest cache holds. */
+static void attention_tile_some(const attention_work *work, const attention_tile_group *group) {
+    const attention_tile_head *head = group->head;
+    const size_t width = attention_sum_width(work->call->shape);
+    const int first_row = head->first_row + group->row;
+    attention_tile_rates rates;
+    attention_scores(work->tiles.query + (size_t)first_row * width, width, head->keys,
+                     group->any.first / AMX_ROWS, (group->any.end + AMX_ROWS - 1) / AMX_ROWS,
+                     work->tiles.score);
+    attention_tile_soften(work, group, &rates);
+    if (head->is_finite || group->is_alike) {
+        attention_tile_weigh(work, head, group->any);
+        attention_tile_join(work, group, 0, group->rows, &rates);
+        return;
+    }
+    /* A row must not see a value that is not finite. Row by row, then, with zeros for the values it does not see. */
+    for (int i = 0; i < group->rows; i++) {
+        if (attention_is_empty(group->span[i])) continue;
+        attention_tile_values(work, head, group->span[i]);
+        attention_tile_weigh(work, head, group->span[i]);
+        attention_tile_join(work, group, i, i + 1, &rates);
+    }
+    attention_tile_values(work, head, head->present);
+}
+
+INLINE void attention_tile_pack(const attention_work *work, attention_tile_head *head) {
+    const attention_span keys = head->present;
+    const uint16_t *key[ATTENTION_TILE];
+    attention_tile_rows(work, head, keys, 0, key);
+    attention_pack_keys(key, keys.first / AMX_ROWS, (keys.end + AMX_ROWS - 1) / AMX_ROWS,
+                        (size_t)work->call->shape->head_dim, head->keys);
+    head->is_finite = attention_tile_values(work, head, keys);
+}
+
+/* Keys and values of an item's heads, of a share of a tile's keys: slot by slot, as they lie. */
+INLINE void attention_tile_fetch(const attention_work *work, const size_t *slot, attention_span keys,
+                                 int share, int num_shares) {
+    const attention_shape *shape = work->call->shape;
+    const size_t head_dim = (size_t)shape->head_dim;
+    const size_t at = (size_t)work->item->first_head * head_dim;
+    const size_t width = (size_t)work->item->num_heads * head_dim;
+    const int count = keys.end - keys.first;
+    for (int j = keys.first + count * share / num_shares;
+         j < keys.first + count * (share + 1) / num_shares; j++) {
+        attention_fetch(work->call->kv, slot[j] + at, width, sizeof(uint16_t));
+        attention_fetch(work->call->kv, slot[j] + at + (size_t)shape->num_kv_heads * head_dim, width,
+                        sizeof(uint16_t));
+    }
+}
+
+/* A thread's tiles: those of rows (sums and A) as short as the item's. */
+INLINE void attention_configure(int rows, int *configured) {
+    if (rows > AMX_ROWS) rows = AMX_ROWS;
+    if (*configured == rows) return;
+    amx_config config = amx_full();
+    for (int i = 0; i <= 4; i++) config.rows[i] = (uint8_t)rows;
+    amx_configure(&config);
+    *configured = rows;
+}
+
+static void attention_run_tiles(const attention_call *call, const attention_item *item, float *scratch,
+                                int *configured) {
+    const attention_shape *shape = call->shape;
+    const attention_work work = attention_begin(call, item, scratch);
+    const attention_tile_scratch *at = &work.tiles;
+    const int32_t *table = call->table + (size_t)item->sequence * (size_t)call->table_width;
+    const size_t head_dim = (size_t)shape->head_dim, width = attention_sum_width(shape);
+    const int head_rows = (work.rows_per_head + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS;
+    const int last = item->position + item->count - 1;
+    attention_configure(work.rows_per_head, configured);
+    memset(at->blank, 0, width * sizeof(uint16_t));
+    for (int h = 0; h < item->num_heads; h++) {
+        uint16_t *query = at->query + (size_t)(h * head_rows) * width;
+        for (int i = 0; i < item->count; i++)
+            for (int f = 0; f < work.fold; f++, query += width) {
+                const size_t from = attention_place(&work, call->q_stride, i, item->first_head + h, f);
+                memcpy(query, (const uint16_t *)call->q + from, head_dim * sizeof(uint16_t));
+                memset(query + head_dim, 0, (width - head_dim) * sizeof(uint16_t));
+            }
+    }
+    memset(at->max, 0, (size_t)(item->num_heads * head_rows) * sizeof(float));
+    memset(at->weight, 0, (size_t)(item->num_heads * head_rows) * sizeof(float));
+
+    size_t slot[2][ATTENTION_TILE];
+    attention_span present[2];
+    for (int tile = item->first_tile; tile < item->end_tile; tile++) {
+        const int own = tile & 1, is_last = tile + 1 == item->end_tile;
+        for (int ahead = tile > item->first_tile; ahead <= !is_last; ahead++) {
+            const int start = (tile + ahead) * ATTENTION_TILE, to = (tile + ahead) & 1;
+            present[to].first = attention_sees(shape, item->position, start).first;
+            present[to].end = attention_sees(shape, last, start).end;
+            attention_find_slots(shape, table, start, present[to].first, present[to].end, slot[to]);
+        }
+        for (int h = 0; h < item->num_heads; h++) {
+            const int kv_head = item->first_head + h;
+            attention_tile_head head = {.kv = (const uint16_t *)call->kv + (size_t)kv_head * head_dim,
+                                        .slot = slot[own],
+                                        .present = present[own],
+                                        .tile = tile,
+                                        .first_row = h * head_rows,
+                                        .keys = at->keys,
+                                        .values = at->values};
+            if (item->partial >= 0) {
+                const size_t before = (size_t)(tile - item->first_tile) * (size_t)shape->num_kv_heads +
+                                      (size_t)kv_head;
+                head.partials = call->partials + item->partial +
+                                before * (size_t)work.rows_per_head * attention_partial_floats(shape);
+            }
+            if (!is_last)
+                attention_tile_fetch(&work, slot[!own], present[!own], h, item->num_heads);
+            attention_tile_pack(&work, &head);
+            for (int row = 0; row < work.rows_per_head; row += AMX_ROWS) {
+                const int left = work.rows_per_head - row;
+                const attention_tile_group group =
+                    attention_tile_group_of(&work, &head, row, left < AMX_ROWS ? left : AMX_ROWS);
+                if (!attention_is_empty(group.any)) attention_tile_some(&work, &group);
+            }
+        }
+    }
+    if (item->partial >= 0) return;
+    for (int h = 0; h < item->num_heads; h++)
+        for (int i = 0, row = h * head_rows; i < item->count; i++)
+            for (int f = 0; f < work.fold; f++, row++)
+                attention_store(&work, i, item->first_head + h, f, at->sum + (size_t)row * width,
+                                at->weight[row]);
+}
+#endif
 
 static void attention_run(const attention_call *call, const attention_item *item, float *scratch) {
     const attention_shape *shape = call->shape;
@@ -575,7 +932,8 @@ static void attention_merge(const attention_call *call, const attention_item *it
                             float *scratch) {
     const attention_shape *shape = call->shape;
     const attention_work work = attention_begin(call, item, scratch);
-    const size_t width = (size_t)shape->head_dim, floats = attention_partial_floats(shape);
+    const size_t width = attention_sum_width(shape), floats = attention_partial_floats(shape);
+    float *sum = shape->in_tiles ? work.tiles.sum : work.at.sum;
     for (int row = 0; row < work.rows_per_head; row++) {
         const int own = item->position + row / work.fold;
         const int first = attention_first_tile(shape, own), last = own / ATTENTION_TILE;
@@ -587,7 +945,7 @@ static void attention_merge(const attention_call *call, const attention_item *it
             const float *from = call->partials + item->partial +
                                 (heads * (size_t)work.rows_per_head + (size_t)row) * floats;
             if (tile == first) {
-                memcpy(work.at.sum, from, sizeof(float) * width);
+                memcpy(sum, from, sizeof(float) * width);
                 v8_store(max, v8_all(from[width]));
                 v8_store(weight, v8_all(from[width + 1]));
                 continue;
@@ -597,10 +955,9 @@ static void attention_merge(const attention_call *call, const attention_item *it
             attention_join_weights(max, weight, tile_max, tile_weight, keep, take);
             const v8 keep8 = v8_all(keep[0]), take8 = v8_all(take[0]);
             for (size_t d = 0; d < width; d += 8)
-                v8_store(work.at.sum + d, attention_join(v8_load(work.at.sum + d), v8_load(from + d),
-                                                         keep8, take8));
+                v8_store(sum + d, attention_join(v8_load(sum + d), v8_load(from + d), keep8, take8));
         }
-        attention_store(&work, row / work.fold, kv_head, row % work.fold, work.at.sum, weight[0]);
+        attention_store(&work, row / work.fold, kv_head, row % work.fold, sum, weight[0]);
     }
 }
 
@@ -620,8 +977,22 @@ void attention_forward(const attention_call *call, const attention_item *items, 
 #else
         float *own = scratch;
 #endif
+#if ATTENTION_HAS_AMX
+        int configured = 0; /* rows of this thread's tiles */
+#endif
 #pragma omp for schedule(dynamic)
-        for (int32_t i = 0; i < num_items; i++) attention_run(call, items + i, own);
+        for (int32_t i = 0; i < num_items; i++) {
+#if ATTENTION_HAS_AMX
+            if (call->shape->in_tiles) {
+                attention_run_tiles(call, items + i, own, &configured);
+                continue;
+            }
+#endif
+            attention_run(call, items + i, own);
+        }
+#if ATTENTION_HAS_AMX
+        if (configured) amx_release();
+#endif
         /* The loop before ends with a barrier: all partials are there. */
         if (num_merges > 0) {
 #pragma omp for schedule(dynamic)

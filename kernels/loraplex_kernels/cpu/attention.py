@@ -19,16 +19,19 @@ from loraplex_kernels.cpu.build import address_of, load_library
 
 TILE: Final = 64
 _LINE: Final = 64  # bytes; loads that cross lines take twice as long
-# Rows of an item: enough to make good use of a tile in cache, few enough to stay there themselves.
+# Rows of an item: enough to make good use of a tile in cache, few enough to stay there themselves. Tiles in hardware
+# take keys and values that were packed for them: more rows share that.
 _ITEM_ROWS: Final = 48
+_ITEM_ROWS_IN_TILES: Final = 192
 # Items that a thread gets when work is split for want of items: they end at different times.
 _ITEMS_PER_THREAD: Final = 3
 # Tiles that are worth an item of their own, and perhaps the wake-up of a thread.
 _MIN_TILES: Final = 4
 # What the parts of split items may take in a step, in floats (64 MiB): beyond it, items stay whole.
 _MAX_PARTIALS: Final = 2**24
-# Cost of a key beside a row's work on it, in rows: it comes from memory.
+# Cost of a key beside a row's work on it, in rows: it comes from memory, and is packed.
 _KEY_COST: Final = 6
+_KEY_COST_IN_TILES: Final = 24
 
 # attention_item in attention.c
 ITEM_DTYPE: Final = np.dtype(
@@ -59,6 +62,7 @@ class _Shape(ctypes.Structure):
         ("is_bf16", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("max_rows", ctypes.c_int32),
+        ("in_tiles", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     )
@@ -120,15 +124,18 @@ class NativeAttentionKernel:
         num_threads: int,
         window: int | None = None,
         soft_cap: float | None = None,
+        in_tiles: bool | None = None,
     ) -> None:
         """Compile or load the kernel.
 
         Args:
+            in_tiles: compute bf16 in tiles in hardware, for all rows alike, with bits of its own; None: where the
+                CPU has them.
             window: keys that a row sees, its own counted; None: all.
             soft_cap: scores become soft_cap * tanh(score / soft_cap); None: as they are.
 
         Raises:
-            ValueError: a shape or dtype the kernel does not have.
+            ValueError: a shape or dtype the kernel does not have; tiles that this CPU does not have.
             NativeBuildError: no compiler here, or it failed.
         """
         if head_dim % 8:
@@ -141,8 +148,17 @@ class NativeAttentionKernel:
             raise ValueError(f"window is {window}: a row sees its own key at least, use 1 or more")
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"soft_cap is {soft_cap}: use more than 0, or None for none")
-        fold = num_heads // num_kv_heads
-        self._query_tile = max(1, _ITEM_ROWS // fold)
+        library = load_library("attention", cache_dir)
+        has_tiles = dtype == torch.bfloat16 and bool(library.attention_may_use_tiles())
+        if in_tiles and not has_tiles:
+            raise ValueError("this CPU computes no bf16 in tiles: use in_tiles=None")
+        self.in_tiles = has_tiles if in_tiles is None else in_tiles
+        item_rows = _ITEM_ROWS_IN_TILES if self.in_tiles else _ITEM_ROWS
+        self._key_cost = _KEY_COST_IN_TILES if self.in_tiles else _KEY_COST
+        # Floats of a row's sum of values, and of what says how to join it.
+        sum_width = -(-head_dim // 32) * 32 if self.in_tiles else head_dim
+        self._partial_floats = sum_width + 8
+        self._query_tile = max(1, item_rows * num_kv_heads // num_heads)
         self._shape = _Shape(
             num_heads,
             num_kv_heads,
@@ -150,11 +166,11 @@ class NativeAttentionKernel:
             block_size,
             int(dtype == torch.bfloat16),
             window or 0,
-            max(num_heads, _ITEM_ROWS),
+            max(num_heads, item_rows),
+            int(self.in_tiles),
             head_dim**-0.5,
             soft_cap or 0.0,
         )
-        library = load_library("attention", cache_dir)
         library.attention_scratch_floats.restype = ctypes.c_size_t
         library.attention_scratch_floats.argtypes = (ctypes.c_void_p,)
         self._forward = library.attention_forward
@@ -208,14 +224,14 @@ class NativeAttentionKernel:
         joint = count * shape.num_heads <= shape.max_rows
         items_of = np.where(joint, 1, shape.num_kv_heads)
         fold = shape.num_heads // shape.num_kv_heads
-        cost = (end - first) * (count * fold + _KEY_COST) * (shape.num_kv_heads // items_of)
+        cost = (end - first) * (count * fold + self._key_cost) * (shape.num_kv_heads // items_of)
         pieces = np.ones_like(count)
         if self.num_threads > 1:
             aim = max(int((cost * items_of).sum()) // (_ITEMS_PER_THREAD * self.num_threads), 1)
             pieces = np.minimum(
                 -(-cost // aim), np.maximum((end_tile - first_tile) // _MIN_TILES, 1)
             )
-        floats = (shape.head_dim + 8) * shape.num_heads * count.astype(np.int64)  # of a tile
+        floats = self._partial_floats * shape.num_heads * count.astype(np.int64)  # of a tile
         size = np.where(pieces > 1, (end_tile - first_tile) * floats, 0)
         pieces[np.cumsum(size) > _MAX_PARTIALS] = 1
         if joint.all() and (pieces == 1).all():
