@@ -132,7 +132,7 @@ class Report(TypedDict):
     total_modules: int
     parameters: int
     norms: dict[str, float]
-    probe: Probe
+    probe: Probe | None
 
 
 class AdapterVersion(TypedDict):

@@ -151,14 +151,13 @@ def _deploy(
     def upload(name: str) -> None:
         folder = find(name)
         try:
-            uploaded = admin.upload_adapter(tenant_id, name, folder)
+            uploaded = admin.upload_adapter(tenant_id, name, folder, is_probed=False)
             admin.deploy(tenant_id, name, uploaded["version"]["id"])
         except AdminApiError as error:
             raise UnavailableError(f"adapter {name} was refused: {error}") from error
         if is_temporary:
             shutil.rmtree(folder)
 
-    # Each upload is asked some questions; the engine answers those of several at once.
     with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as pool:
         for number, _ in enumerate(pool.map(upload, missing)):
             tell(f"{number + 1} of {len(missing)} adapters uploaded")

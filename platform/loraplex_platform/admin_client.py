@@ -103,12 +103,19 @@ class AdminClient:
         return list(self._pages(f"/tenants/{tenant_id}/adapters"))
 
     def upload_adapter(
-        self, tenant_id: str, name: str, folder: Path, on_progress: Progress | None = None
+        self,
+        tenant_id: str,
+        name: str,
+        folder: Path,
+        on_progress: Progress | None = None,
+        *,
+        is_probed: bool = True,
     ) -> Json:
         """Upload a PEFT folder; the same content again gives the same version.
 
         Args:
             on_progress: told after each piece of the tensor file.
+            is_probed: False: checked, but not asked anything; for uploads by the hundred.
 
         Raises:
             AdminApiError: refused; `param` is the field, the message says what is wrong with it.
@@ -121,7 +128,7 @@ class AdminClient:
             return self._json(
                 "POST",
                 f"/tenants/{tenant_id}/adapters",
-                data={"name": name},
+                data={"name": name, "probe": "true" if is_probed else "false"},
                 files={
                     "adapter_config": ("adapter_config.json", config, "application/json"),
                     "adapter_model": (

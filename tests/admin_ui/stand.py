@@ -104,13 +104,18 @@ class Stand:
         return self.post("/tenants", json={"slug": slug} | ({"name": name} if name else {}))
 
     def upload(
-        self, tenant_id: str, name: str, files: AdapterFiles | None = None
+        self,
+        tenant_id: str,
+        name: str,
+        files: AdapterFiles | None = None,
+        *,
+        is_probed: bool = True,
     ) -> dict[str, Any]:
         """A new adapter."""
         files = files or adapter()
         return self.post(
             f"/tenants/{tenant_id}/adapters",
-            data={"name": name},
+            data={"name": name, "probe": "true" if is_probed else "false"},
             files={
                 "adapter_config": ("adapter_config.json", files.config),
                 "adapter_model": ("adapter_model.safetensors", files.model),

@@ -160,6 +160,18 @@ def test_an_adapter_is_uploaded_deployed_asked_and_taken_out(
     assert admin.deployments(tenant["id"])["data"] == []
 
 
+def test_an_adapter_that_was_not_probed_is_shown_without_answers(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    platform.upload(tenant["id"], "unasked", is_probed=False)
+
+    test = open_page("adapters", admin, tenant)
+
+    figures = {metric.label: metric.value for metric in test.metric}
+    assert figures["Answers changed"] == "not asked"
+    assert ADAPTER_ANSWER not in [text.value for text in test.text]
+
+
 def test_a_bad_upload_is_refused_in_the_apis_words(admin: Api, tenant: dict[str, Any]) -> None:
     test = open_page("adapters", admin, tenant)
     test.text_input(key="upload_name").set_value("bad")

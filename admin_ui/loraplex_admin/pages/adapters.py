@@ -214,7 +214,8 @@ def _report(version: AdapterVersion, *, key: str) -> None:
     figures[0].metric("Modules", f"{report['matched_modules']} / {report['total_modules']}")
     figures[1].metric("Parameters", fmt.count(report["parameters"]))
     figures[2].metric("Largest norm", f"{report['norms']['max']:.3g}")
-    figures[3].metric("Answers changed", f"{probe['changed']} / {len(probe['samples'])}")
+    changed = "not asked" if probe is None else f"{probe['changed']} / {len(probe['samples'])}"
+    figures[3].metric("Answers changed", changed)
     st.dataframe(
         [
             {
@@ -228,6 +229,8 @@ def _report(version: AdapterVersion, *, key: str) -> None:
         column_config={"detail": st.column_config.TextColumn(width="large")},
         key=f"checks_{key}",
     )
+    if probe is None:
+        return
     st.markdown("**Base and adapter, side by side**")
     st.caption(f"Largest change of a log probability: {probe['max_logprob_difference']:.3g}")
     for sample in probe["samples"]:

@@ -31,6 +31,13 @@ def upload(
     deploy_as: Annotated[
         str | None, typer.Option("--deploy", help="Deploy it at once under this model name.")
     ] = None,
+    is_probed: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Ask it some questions beside the base, or only check its files: many times faster.",
+        ),
+    ] = True,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -61,6 +68,7 @@ def upload(
     ):
         tenant_id = admin.tenant(tenant)["id"]
         row = progress.add_task("uploading", total=None)
+        checking = "checking and trying it" if is_probed else "checking it"
 
         def on_progress(sent_bytes: int, total_bytes: int) -> None:
             is_sent = sent_bytes >= total_bytes
@@ -68,11 +76,15 @@ def upload(
                 row,
                 completed=sent_bytes,
                 total=total_bytes,
-                description="checking and trying it" if is_sent else "uploading",
+                description=checking if is_sent else "uploading",
             )
 
         adapter = admin.upload_adapter(
-            tenant_id, name or folder.resolve().name, folder, on_progress=on_progress
+            tenant_id,
+            name or folder.resolve().name,
+            folder,
+            on_progress=on_progress,
+            is_probed=is_probed,
         )
         progress.update(row, description="checked")
         if deploy_as is not None:
@@ -264,7 +276,10 @@ def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401
     for check in report.get("checks", []):
         mark = "[green]✓[/green]" if check["ok"] else "[red]✗[/red]"
         console.print(f"  {mark} {escape(check['name'])}  {escape(str(check.get('detail') or ''))}")
-    samples = (report.get("probe") or {}).get("samples", [])
+    probe = report.get("probe")
+    if probe is None:
+        console.print("  It was not asked anything.")
+    samples = (probe or {}).get("samples", [])
     if samples:
         table = Table("prompt", "base", "adapter", show_lines=True)
         for sample in samples:

@@ -66,7 +66,7 @@ class ReportResource(Schema):
     total_modules: int
     parameters: int
     norms: NormsResource
-    probe: ProbeResource
+    probe: ProbeResource | None = Field(description="null: it was uploaded without.")
 
 
 class VersionResource(Resource):

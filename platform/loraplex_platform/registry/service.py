@@ -1,7 +1,8 @@
 """Adapters from upload to immutable version.
 
 An upload passes: quarantine (upload.py) -> checks in a throw-away process (validation.py) -> the
-store, by digest -> a probe through the engine (probe.py) -> one transaction that makes it a version.
+store, by digest -> unless left out, a probe through the engine (probe.py) -> one transaction that
+makes it a version.
 Nothing of it is in the database before the last step.
 """
 
@@ -94,7 +95,7 @@ class AdapterIntake:
 
         Raises:
             AdapterRejectedError: it cannot be served; says why and what to do.
-            UnavailableError: no engine is ready for the probe, or the store cannot be written.
+            UnavailableError: no engine is ready for a probe, or the store cannot be written.
         """
         self._check_hashes(upload)
         verdict = await self._validator.check(upload.folder)
@@ -102,8 +103,9 @@ class AdapterIntake:
             known = await _find_known(session, tenant_id, upload.name, verdict.digest)
         if known is not None:
             return known
-        # Before anything is stored: without an engine there is no probe, and no version.
-        await self._prober.find_engine(self.base_model.name)
+        if upload.is_probed:
+            # Before anything is stored: without an engine there is no probe, and no version.
+            await self._prober.find_engine(self.base_model.name)
         try:
             await asyncio.to_thread(self._store.put, upload.folder, verdict.digest)
         except OSError as error:
@@ -114,9 +116,12 @@ class AdapterIntake:
                 retry_after_s=10,
             ) from error
         version_id = uuid7()
-        probe = await self._prober.run(
-            ProbeTarget(tenant_id, version_id, upload.name, verdict.digest, self.base_model.name)
-        )
+        probe = None
+        if upload.is_probed:
+            target = ProbeTarget(
+                tenant_id, version_id, upload.name, verdict.digest, self.base_model.name
+            )
+            probe = await self._prober.run(target)
         return Vetted(upload.name, version_id, verdict, _report(upload, verdict, probe))
 
     async def keep(
@@ -199,18 +204,19 @@ async def _find_known(
     return None if version is None else Stored(adapter, version, is_new=False)
 
 
-def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any]) -> dict[str, Any]:
+def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any] | None) -> dict[str, Any]:
     checks = list(verdict.checks)
     if upload.tokenizer_sha256 is not None or upload.chat_template_sha256 is not None:
         checks.append({"name": "tokenizer", "ok": True, "detail": "trained with the base's own"})
-    checks.append(
-        {
-            "name": "probe",
-            "ok": True,
-            "detail": f"{probe['changed']} of {len(probe['samples'])} answers differ from the "
-            f"base's; largest log-probability difference {probe['max_logprob_difference']:.3g}",
-        }
-    )
+    if probe is not None:
+        checks.append(
+            {
+                "name": "probe",
+                "ok": True,
+                "detail": f"{probe['changed']} of {len(probe['samples'])} answers differ from the "
+                f"base's; largest log-probability difference {probe['max_logprob_difference']:.3g}",
+            }
+        )
     return {
         "checks": checks,
         "matched_modules": verdict.matched_modules,

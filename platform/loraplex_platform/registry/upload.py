@@ -32,7 +32,8 @@ _WRITE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _FILES = {"adapter_config": CONFIG_FILE, "adapter_model": TENSORS_FILE}
-_FIELDS = frozenset({"name", "tokenizer_sha256", "chat_template_sha256"})
+_FIELDS = frozenset({"name", "tokenizer_sha256", "chat_template_sha256", "probe"})
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Upload:
     name: str
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
+    is_probed: bool  # asked some questions beside the base, before it becomes a version
     fingerprint: bytes  # of everything above
 
 
@@ -235,11 +237,15 @@ def _check(receiver: _Receiver, folder: Path) -> Upload:
             raise InvalidRequestError(
                 f"{hash_name}: it must be 64 lower-case hex digits, or left out.", param=hash_name
             )
+    is_probed = _BOOLEANS.get(receiver.fields.get("probe", "true"))
+    if is_probed is None:
+        raise InvalidRequestError("probe: it must be true or false, or left out.", param="probe")
     parts = sorted({**receiver.fields, **receiver.hashes}.items())
     return Upload(
         folder=folder,
         name=name,
         tokenizer_sha256=receiver.fields.get("tokenizer_sha256"),
         chat_template_sha256=receiver.fields.get("chat_template_sha256"),
+        is_probed=is_probed,
         fingerprint=hashlib.sha256(repr(parts).encode()).digest(),
     )

@@ -319,6 +319,30 @@ async def test_without_a_ready_engine_nothing_is_stored(stand: Stand) -> None:
     assert (await stand.upload(tenant_id, "a", adapter())).status_code == 201
 
 
+async def test_an_upload_without_a_probe_is_checked_and_asks_no_engine(stand: Stand) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    await stand.engine.crash()
+
+    answer = await stand.upload(tenant_id, "a", adapter(), data={"probe": "false"})
+
+    assert answer.status_code == 201, answer.text
+    report = answer.json()["version"]["report"]
+    assert report["probe"] is None
+    names = {check["name"] for check in report["checks"]}
+    assert {"header", "pairs", "finite", "base"} <= names
+    assert "probe" not in names
+    assert stand.engine.received_of(Generate) == []
+
+
+async def test_whether_to_probe_is_yes_or_no(stand: Stand) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+
+    answer = await stand.upload(tenant_id, "a", adapter(), data={"probe": "maybe"})
+
+    assert error_of(answer, 400, "invalid_request")["param"] == "probe"
+    assert await num_stored(stand) == 0
+
+
 @pytest.mark.parametrize(
     "script",
     [
