@@ -40,10 +40,9 @@ lora_add_call lora_add;
 #define LORA_B_BYTES 16384 /* of b, likewise */
 /* What reading a weight costs beside its product with one row, in products. */
 #define LORA_READ_COST 4
-/* With LORA_TILES a weight costs its reading, and all rows of a chunk together hardly more; an output of a row
- * costs its addition to y. */
-#define LORA_TILE_COST(rows) (LORA_READ_COST + (rows) / 4)
-#define LORA_ADD_COST 16
+/* With LORA_TILES a weight costs its reading, about as much as one product of a row elsewhere, and the products
+ * of a chunk's rows nothing beside it; an output of a row costs its addition to y. */
+#define LORA_ADD_COST 2
 /* Products, read costs counted, below which waking other threads costs more than they help: about 60 us.
  * A barrier is cheap only while every thread has a core: where cores are shared it may cost milliseconds. */
 #define LORA_MIN_SHARED 400000
@@ -326,7 +325,7 @@ static lora_share lora_shrink_share(const lora_call *call, lora_chunk chunk) {
     if (call->x == NULL) return (lora_share){1, (rows + LORA_READ_COST) * site->rank_total};
     if (site->format == LORA_TILES)
         return (lora_share){(lora_padded_total(site) + LORA_TILE - 1) / LORA_TILE,
-                            LORA_TILE_COST(rows) * LORA_TILE * call->num_inputs};
+                            (int64_t)LORA_TILE * call->num_inputs};
     return (lora_share){(site->rank_total + TILE_COLS - 1) / TILE_COLS,
                         (rows + LORA_READ_COST) * TILE_COLS * call->num_inputs};
 }
@@ -337,7 +336,7 @@ static lora_share lora_expand_share(const lora_call *call, lora_chunk chunk, int
     const int width = call->slice_begin[slice + 1] - call->slice_begin[slice];
     if (site->format == LORA_TILES)
         return (lora_share){(width + LORA_TILE_OUTPUTS - 1) / LORA_TILE_OUTPUTS,
-                            (LORA_TILE_COST(rows) * rank + LORA_ADD_COST * rows) * LORA_TILE_OUTPUTS};
+                            (rank + LORA_ADD_COST * rows) * LORA_TILE_OUTPUTS};
     return (lora_share){(width + LORA_OUT_BLOCK - 1) / LORA_OUT_BLOCK,
                         (rows + LORA_READ_COST) * (rank + 2) * LORA_OUT_BLOCK};
 }
@@ -395,6 +394,10 @@ static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int6
                 const int first = lora_cut(at, share, from), end = lora_cut(at, share, to);
                 at += share.cost * share.columns;
                 if (first >= end) continue;
+                if (chunk.end == step->begins[g + 1] && g + 1 < step->num_groups) {
+                    const lora_site *next = step->sites[g + 1] + call->site_index;
+                    lora_fetch(is_expand ? next->b[0] : next->a, LORA_AHEAD);
+                }
                 if (is_expand)
                     lora_expand_some(call, chunk, s, first, end, worker);
                 else

@@ -5,7 +5,7 @@
  *   - h is split into two bf16, h = hi + lo, within 2^-16 |h| of it, so that B may meet it in tiles. (One bf16,
  *     as PEFT keeps h of a bf16 model, would be within 2^-8 |h|.) Beyond bf16's largest number hi is Inf;
  *   - expand, d[n] = sum over steps of ranks of <b[n], lo> + <b[n], hi>; y[n] = round(y[n] + d[n]), once.
- * Subnormal numbers count as zero in a tile.
+ * Subnormal numbers count as zero, in a tile and where a number is rounded to bf16.
  *
  * Layout. A slice's ranks are padded with zeros to `lora_padded_rank`: equal steps of at most 32, each even.
  *   a: the padded ranks of all slices side by side, to a multiple of 8, in blocks of 16, the last of 16 or 8:
@@ -37,7 +37,13 @@ INLINE size_t lora_tiles_round_up(size_t count, size_t multiple) {
     return (count + multiple - 1) / multiple * multiple;
 }
 
-#if HAS_AMX && defined(__AVX512F__)
+/* Weights that are read once are on their way this many bytes ahead. */
+#define LORA_AHEAD 4096
+INLINE void lora_fetch(const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 3);
+}
+
+#if HAS_AMX && defined(__AVX512F__) && defined(__AVX512BF16__)
 #define HAS_LORA_TILES 1
 
 /* How the running thread's tiles are configured; all zero: not at all. */
@@ -69,16 +75,6 @@ INLINE void lora_tiles_release(lora_tile_shape *now) {
     *now = (lora_tile_shape){0};
 }
 
-/* As narrow_bf16, lane by lane. */
-INLINE __m256i lora_narrow(__m512 value) {
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i narrow = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    narrow = _mm512_srli_epi32(narrow, 16);
-    narrow = _mm512_mask_mov_epi32(narrow, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                                   _mm512_set1_epi32(0x7fc0));
-    return _mm512_cvtepi32_epi16(narrow);
-}
 INLINE __m512 lora_widen(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
@@ -95,19 +91,24 @@ INLINE void lora_tiles_dots(const char *x, size_t x_stride, const char *a, size_
         const char *a_k = a + k * (AMX_ROWS * AMX_ROW_BYTES);
         _tile_loadd(4, x + k * AMX_ROW_BYTES, x_stride);
         if (full > 0) {
+            lora_fetch(a_k + LORA_AHEAD, AMX_ROWS * AMX_ROW_BYTES);
             _tile_loadd(5, a_k, AMX_ROW_BYTES);
             _tile_dpbf16ps(0, 4, 5);
         }
         if (full > 1) {
+            lora_fetch(a_k + block_bytes + LORA_AHEAD, AMX_ROWS * AMX_ROW_BYTES);
             _tile_loadd(6, a_k + block_bytes, AMX_ROW_BYTES);
             _tile_dpbf16ps(1, 4, 6);
         }
         if (full > 2) {
+            lora_fetch(a_k + 2 * block_bytes + LORA_AHEAD, AMX_ROWS * AMX_ROW_BYTES);
             _tile_loadd(5, a_k + 2 * block_bytes, AMX_ROW_BYTES);
             _tile_dpbf16ps(2, 4, 5);
         }
         if (narrow) {
-            _tile_loadd(7, last + k * (AMX_ROWS * AMX_ROW_BYTES / 2), AMX_ROW_BYTES / 2);
+            const char *last_k = last + k * (AMX_ROWS * AMX_ROW_BYTES / 2);
+            lora_fetch(last_k + LORA_AHEAD, AMX_ROWS * AMX_ROW_BYTES / 2);
+            _tile_loadd(7, last_k, AMX_ROW_BYTES / 2);
             _tile_dpbf16ps(3, 4, 7);
         }
     }
@@ -138,13 +139,13 @@ static void lora_tiles_split(const float *sum, int rows, lora_tile_ranks ranks, 
     for (int i = 0; i < rows; i++, h += h_stride) {
         const __m512 value =
             _mm512_maskz_mul_ps((__mmask16)exists, _mm512_load_ps(sum + i * LORA_TILE), scales);
-        const __m256i hi = lora_narrow(value);
+        const __m256i hi = (__m256i)_mm512_cvtneps_pbh(value);
         const __m512 rest = _mm512_sub_ps(value, lora_widen(hi));
         /* Where hi is not finite the rest would be NaN, or Inf of the wrong sign. */
         const __m512 finite = _mm512_maskz_mov_ps(
             _mm512_cmp_ps_mask(_mm512_abs_ps(rest), _mm512_set1_ps(INFINITY), _CMP_LT_OQ), rest);
         _mm256_storeu_si256((__m256i *)h, hi);
-        _mm256_storeu_si256((__m256i *)(h + lo_at), lora_narrow(finite));
+        _mm256_storeu_si256((__m256i *)(h + lo_at), (__m256i)_mm512_cvtneps_pbh(finite));
     }
 }
 
@@ -217,6 +218,26 @@ INLINE void lora_tiles_weigh(const uint16_t *hi, const uint16_t *lo, size_t h_by
     }
 }
 
+/* y[0 .. count) += d, rounded once; what follows in y is needed next. */
+INLINE void lora_tiles_add(uint16_t *y, const float *d, size_t count) {
+    lora_fetch((const char *)(y + LORA_TILE_OUTPUTS), LORA_TILE_OUTPUTS * sizeof *y);
+    size_t n = 0;
+    for (; n + 2 * LORA_TILE <= count; n += 2 * LORA_TILE) {
+        const __m512i old = _mm512_loadu_si512(y + n);
+        const __m512 low = _mm512_add_ps(lora_widen(_mm512_castsi512_si256(old)), _mm512_load_ps(d + n));
+        const __m512 high = _mm512_add_ps(lora_widen(_mm512_extracti64x4_epi64(old, 1)),
+                                          _mm512_load_ps(d + n + LORA_TILE));
+        _mm512_storeu_si512(y + n, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    for (; n < count; n += LORA_TILE) {
+        const __mmask16 exists =
+            (__mmask16)(count - n < LORA_TILE ? (1u << (count - n)) - 1 : 0xffff);
+        const __m256i old = _mm256_maskz_loadu_epi16(exists, y + n);
+        const __m512 new = _mm512_add_ps(lora_widen(old), _mm512_load_ps(d + n));
+        _mm256_mask_storeu_epi16(y + n, exists, (__m256i)_mm512_cvtneps_pbh(new));
+    }
+}
+
 /* Outputs [n, end) of a slice for a chunk's rows; n is a multiple of LORA_TILE_OUTPUTS, y_index of output 0, hi
  * and lo of the slice's first rank. */
 static void lora_tiles_expand(lora_tile_shape *shape, uint16_t *y, const size_t *y_index, int rows,
@@ -234,6 +255,7 @@ static void lora_tiles_expand(lora_tile_shape *shape, uint16_t *y, const size_t 
         const char *b_n = b + n / LORA_TILE * block_bytes;
         const size_t count = end - n < LORA_TILE_OUTPUTS ? end - n : LORA_TILE_OUTPUTS;
         const int blocks = (int)(count + LORA_TILE - 1) / LORA_TILE;
+        lora_fetch(b_n + LORA_AHEAD, (size_t)blocks * block_bytes);
         switch (blocks) {
         case 1: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 1); break;
         case 2: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 2); break;
@@ -244,17 +266,8 @@ static void lora_tiles_expand(lora_tile_shape *shape, uint16_t *y, const size_t 
         if (blocks > 1) _tile_stored(1, sum + LORA_TILE, sum_bytes);
         if (blocks > 2) _tile_stored(2, sum + 2 * LORA_TILE, sum_bytes);
         if (blocks > 3) _tile_stored(3, sum + 3 * LORA_TILE, sum_bytes);
-        for (int i = 0; i < rows; i++) {
-            uint16_t *to = y + y_index[i] + n;
-            const float *from = sum + i * LORA_TILE_OUTPUTS;
-            size_t at = 0;
-            for (; at + LORA_TILE <= count; at += LORA_TILE) {
-                const __m512 old = lora_widen(_mm256_loadu_si256((const __m256i *)(to + at)));
-                _mm256_storeu_si256((__m256i *)(to + at),
-                                    lora_narrow(_mm512_add_ps(old, _mm512_load_ps(from + at))));
-            }
-            for (; at < count; at++) to[at] = narrow_bf16(widen_bf16(to[at]) + from[at]);
-        }
+        for (int i = 0; i < rows; i++)
+            lora_tiles_add(y + y_index[i] + n, sum + i * LORA_TILE_OUTPUTS, count);
     }
 }
 #else
