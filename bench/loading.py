@@ -21,6 +21,7 @@ from loraplex_engine.build import AssembledEngine, assemble_engine
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.lora.pool import WANTED_GRACE_S
+from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams
 
 from bench.adapters import write
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="counted; one more comes before")
     parser.add_argument("--max-tokens", type=int, default=80)
     args = parser.parse_args()
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    prepare_numerics()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         store = AdapterStore(f"file://{folder / 'store'}")

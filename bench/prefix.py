@@ -21,6 +21,7 @@ from pathlib import Path
 from loraplex_engine.build import build_engine
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore
+from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams, Usage
 from tokenizers import Tokenizer
 
@@ -128,8 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all pairs there, as JSON")
     args = parser.parse_args()
     # As the server does: beside other processes, threads that spin at a barrier take each other's time.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_numerics()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     prompts = _prompts(tokenizer, args.system_tokens, 2 * (args.rounds + 1))
     core = build_engine(EngineConfig(model_dir=args.model, base_model="smollm2-135m"))

@@ -21,6 +21,7 @@ from pathlib import Path
 from loraplex_engine.config import EngineConfig, Speculative
 from loraplex_engine.convert import cache_dir
 from loraplex_engine.core import EngineCore, build_core
+from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams
 from rich.console import Console
 from rich.table import Table
@@ -188,8 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all runs there, as JSON")
     args = parser.parse_args()
     # As the server does: beside other processes, threads that spin at a barrier take each other's time.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_numerics()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     cores = _cores(
         EngineConfig(

@@ -1,6 +1,7 @@
 """Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets.
 
-Without an NVIDIA device Triton kernels run interpreted, in numpy. Triton reads this when it is first imported.
+The libraries below torch get the settings that an engine gives them.
+Without an NVIDIA device Triton kernels run interpreted, in numpy. Triton reads that when it is first imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import structlog
+from loraplex_engine.numerics_environment import prepare_numerics
 
 from tests.support.distribution import GroupScheduling, order_of
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import PostgresServer
 
+prepare_numerics()
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

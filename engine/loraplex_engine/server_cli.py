@@ -33,6 +33,7 @@ from loraplex_engine.config import (
 )
 from loraplex_engine.errors import EngineError
 from loraplex_engine.gateway_port import GATEWAY_QUEUE_BYTES
+from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
 from loraplex_engine.step_loop import Engine
 
@@ -546,13 +547,7 @@ def set_up_logging(level: str, log_format: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one replica; returns the exit code."""
     environ = dict(os.environ)
-    # Before torch loads OpenMP. Its threads spin at each barrier for about a millisecond, which is
-    # ruinous where other processes want the same cores, as in `loraplex up`: with 12 runnable
-    # processes on 2 cores, linears ran at 20 a second; spinning for some microseconds only, at 120.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Before numpy loads it. It counts the machine's cores, not the cgroup's, and its threads would
-    # take the step's time while an adapter loads.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_numerics()
     try:
         values, config, options = read_options(
             sys.argv[1:] if arguments is None else arguments, environ

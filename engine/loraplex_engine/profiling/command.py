@@ -7,7 +7,6 @@ going on to stderr.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from loraplex_engine.config import (
 )
 from loraplex_engine.convert import cache_dir, pull
 from loraplex_engine.errors import ConfigError, EngineError
+from loraplex_engine.numerics_environment import prepare_numerics
 
 if TYPE_CHECKING:
     import torch
@@ -127,9 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
     options = make_parser().parse_args(arguments)
-    # As the server does, before torch loads OpenMP and numpy OpenBLAS.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_numerics()
     from loraplex_engine.server_cli import set_up_logging
 
     set_up_logging("warning", "console")

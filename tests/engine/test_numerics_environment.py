@@ -1,0 +1,57 @@
+"""What the libraries below torch are told before they are loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from loraplex_engine.numerics_environment import prepare_numerics
+
+NAMES = {"GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"}
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is set; what they were comes back."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # remembers it, even where it was not set
+        monkeypatch.delenv(name)
+
+
+def settings() -> dict[str, str]:
+    """What is set now."""
+    return {name: os.environ[name] for name in NAMES & os.environ.keys()}
+
+
+def cpu_info_of(vendor: str, folder: Path) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    return path
+
+
+def test_all_of_them_are_told_on_intel(tmp_path: Path) -> None:
+    prepare_numerics(cpu_info_of("GenuineIntel", tmp_path))
+
+    assert settings().keys() == NAMES
+
+
+def test_mkl_is_left_alone_on_other_cpus(tmp_path: Path) -> None:
+    prepare_numerics(cpu_info_of("AuthenticAMD", tmp_path))
+
+    assert settings().keys() == NAMES - {"MKL_CBWR"}
+
+
+def test_and_where_the_cpu_is_unknown(tmp_path: Path) -> None:
+    prepare_numerics(tmp_path / "none")
+
+    assert settings().keys() == NAMES - {"MKL_CBWR"}
+
+
+def test_what_an_operator_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "theirs")
+
+    prepare_numerics(cpu_info_of("GenuineIntel", tmp_path))
+
+    assert settings() == dict.fromkeys(NAMES, "theirs")
