@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
-from loraplex_kernels.cpu.scan import RowScan
+from loraplex_kernels.cpu.scan import Best, RowScan
 from torch import Tensor
 
 from loraplex_engine.device.inputs import Inputs, Int64Array
@@ -155,7 +155,8 @@ class StepSampler:
         if asking.size:
             # Only these are worth a copy in fp32.
             wide = logits_HV[torch.from_numpy(asking)].float().numpy()
-            _merge(sampled, sample(wide, rows_H.only(asking), self._survivors), asking)
+            of_asking = Best(best.id_R[asking], best.is_finite_R[asking])
+            _merge(sampled, sample(wide, rows_H.only(asking), self._survivors, of_asking), asking)
         return sampled
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from loraplex_kernels.cpu.cut import LikelyCut
 
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.sampling.edits import Float32Array
@@ -27,9 +28,15 @@ def temperature_of(params: SamplingParams) -> float:
     return max(params.temperature, _COLDEST)
 
 
-def kept_ids(logits_V: Float32Array, params: SamplingParams) -> Int64Array | None:
-    """Ids that the filters leave; None: all."""
-    ids = _nucleus(logits_V, params)
+def kept_ids(
+    logits_V: Float32Array, params: SamplingParams, cut: LikelyCut | None = None
+) -> Int64Array | None:
+    """Ids that the filters leave; None: all.
+
+    Args:
+        cut: finds them faster; they are the same without.
+    """
+    ids = _nucleus(logits_V, params, cut)
     if params.min_p <= 0.0:
         return ids
     # A ratio of probabilities is a difference of logits: nothing needs to be normalised.
@@ -39,12 +46,24 @@ def kept_ids(logits_V: Float32Array, params: SamplingParams) -> Int64Array | Non
     return ids[logits_V[ids].astype(np.float64) >= lowest]
 
 
-def _nucleus(logits_V: Float32Array, params: SamplingParams) -> Int64Array | None:
+def _nucleus(
+    logits_V: Float32Array, params: SamplingParams, cut: LikelyCut | None
+) -> Int64Array | None:
     """What top-k and top-p leave, most likely first; None: all."""
     size = logits_V.size
     has_top_k = 0 < params.top_k < size
     if not has_top_k and params.top_p >= 1.0:
         return None
+    if cut is not None:
+        found = cut(
+            logits_V,
+            highest=float(logits_V.max()),
+            temperature=temperature_of(params),
+            top_k=params.top_k if has_top_k else 0,
+            top_p=params.top_p,
+        )
+        if found is not None:
+            return found
     ids = most_likely(logits_V, params.top_k if has_top_k else min(_NUCLEUS_GUESS, size))
     if params.top_p >= 1.0:
         return ids

@@ -178,18 +178,15 @@ def _candidates(
     """Per row, ascending, the ids that filters leave and noise can lift to the top; their logits."""
     for scores_V, row, highest, floor in zip(scores_D, rows_D, highest_D, floor_D, strict=True):
         temperature = temperature_of(row.params)
-        needed = highest + (floor - MAX_GUMBEL - _SLACK) * temperature
-        kept = kept_ids(scores_V, row.params)
-        if kept is None:
-            ids = np.flatnonzero(scores_V >= needed)
-        else:
-            ids = np.sort(kept[scores_V[kept] >= needed])
-        if survivors is not None and ids.size > _MANY_CANDIDATES:
+        cut = None if survivors is None else survivors.cut
+        kept = kept_ids(scores_V, row.params, cut)
+        ids = None
+        if survivors is not None and (kept is None or kept.size > _MANY_CANDIDATES):
             possible_V = scores_V
             if kept is not None:
                 possible_V = np.full_like(scores_V, -np.inf)
-                possible_V[ids] = scores_V[ids]
-            found = survivors(
+                possible_V[kept] = scores_V[kept]
+            ids = survivors(
                 possible_V,
                 highest=float(highest),
                 temperature=temperature,
@@ -197,7 +194,12 @@ def _candidates(
                 position=row.position,
                 floor=float(floor),
             )
-            ids = ids if found is None else found
+        if ids is None:
+            needed = highest + (floor - MAX_GUMBEL - _SLACK) * temperature
+            if kept is None:
+                ids = np.flatnonzero(scores_V >= needed)
+            else:
+                ids = np.sort(kept[scores_V[kept] >= needed])
         yield ids, scores_V[ids].astype(np.float64)
 
 

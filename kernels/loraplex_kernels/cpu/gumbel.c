@@ -10,6 +10,9 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+
+#include "simd.h"
 
 #define LANES 16
 #define LN2 0.6931471805599453
@@ -39,6 +42,40 @@ static void philox_blocks(uint64_t first, uint64_t seed, uint64_t position, uint
     }
 }
 
+/* Sets bit i of the answer where id first + i might reach `least`, of (score - highest) / temperature + noise.
+ *
+ * In fp32, and with a step of the bound more than there is: none is lost, and most that are out are told. */
+static uint64_t gumbel_possible(const float *scores, const uint32_t words[4][LANES], float highest,
+                                float inverse, float least) {
+    uint8_t is_possible[4 * LANES];
+    uint32_t word[4 * LANES];
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < 4; j++) word[4 * i + j] = words[j][i];
+    for (int i = 0; i < 4 * LANES; i++) {
+        /* The exponent of the upper 24 bits, which fp32 holds, is 23 less their leading zeros. */
+        const float upper = (float)(int32_t)(~word[i] >> 8);
+        uint32_t bits;
+        memcpy(&bits, &upper, sizeof bits);
+        const int32_t exponent = (int32_t)(bits >> 23) - 127;
+        const float zeros = exponent < 0 ? 32.0f : (float)(23 - exponent);
+        const float bound = (scores[i] - highest) * inverse + (zeros + 2.0f) * (float)LN2;
+        is_possible[i] = bound >= least;
+    }
+    uint8_t any = 0;
+    for (int i = 0; i < 4 * LANES; i++) any |= is_possible[i];
+    uint64_t found = 0;
+    if (any)
+        for (int i = 0; i < 4 * LANES; i++) found |= (uint64_t)is_possible[i] << i;
+    return found;
+}
+
+/* The highest of 4 * LANES scores, none of which is NaN. */
+static float gumbel_highest(const float *scores) {
+    v8 top = v8_load(scores);
+    for (int i = 8; i < 4 * LANES; i += 8) top = v8_max(top, v8_load(scores + i));
+    return v8_largest(top);
+}
+
 /* Writes ascending ids into `ids` and returns how many; -1: there are more than `capacity`.
  *
  * scores: `size` finite numbers or minus infinity. floor: a score, relative to `highest` and divided by the
@@ -52,11 +89,22 @@ int64_t gumbel_survivors(const float *scores, int64_t size, double highest, doub
     int64_t count = 0;
     for (int64_t first = 0; first < size; first += 4 * LANES) {
         int64_t stop = first + 4 * LANES < size ? first + 4 * LANES : size;
+        const int is_whole = stop == first + 4 * LANES;
         float best = -INFINITY;
-        for (int64_t id = first; id < stop; id++) best = scores[id] > best ? scores[id] : best;
+        if (is_whole)
+            best = gumbel_highest(scores + first);
+        else
+            for (int64_t id = first; id < stop; id++) best = scores[id] > best ? scores[id] : best;
         if ((best - highest) * inverse + most_noise < floor - SLACK) continue;
         philox_blocks((uint64_t)first / 4, seed, position, words);
+        /* A last part that is not whole has all looked at. */
+        uint64_t possible = ~(uint64_t)0;
+        if (is_whole)
+            possible = gumbel_possible(scores + first, words, (float)highest, (float)inverse,
+                                       (float)floor);
+        if (!possible) continue;
         for (int64_t id = first; id < stop; id++) {
+            if (!(possible >> (id - first) & 1)) continue;
             uint32_t word = words[id % 4][(id - first) / 4], rest = ~word;
             int zeros = rest ? __builtin_clz(rest) : 32;
             double score = (scores[id] - highest) * inverse;

@@ -9,18 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex_kernels.cpu.build import load_library
+from loraplex_kernels.cpu.cut import LikelyCut
 
 _CAPACITY = 4096  # each survivor all but sets a new record, and of those a row has a few dozen
 
 
 class GumbelSurvivors:
-    """The compiled filter.
+    """The compiled filter, and the one of top-k and top-p that goes before it.
 
     Raises:
-        NativeBuildError: it cannot be compiled here; draw without it.
+        NativeBuildError: they cannot be compiled here; draw without them.
     """
 
     def __init__(self, cache_dir: Path) -> None:
+        self.cut = LikelyCut(cache_dir)
         self._call = load_library("gumbel", cache_dir).gumbel_survivors
         self._call.restype = ctypes.c_int64
         self._call.argtypes = (
