@@ -57,8 +57,9 @@ typedef struct { const uint16_t *x, *tail; size_t x_stride; int64_t num_whole; }
 /* What memory is asked for meanwhile: `step` bytes with every block. */
 typedef struct { const char *from; size_t step; } bf16_ahead;
 
+/* Into the second cache: the first has no room for it. */
 INLINE void bf16_ask(bf16_ahead *ahead) {
-    for (size_t at = 0; at < ahead->step; at += 64) __builtin_prefetch(ahead->from + at);
+    for (size_t at = 0; at < ahead->step; at += 64) __builtin_prefetch(ahead->from + at, 0, 2);
     ahead->from += ahead->step;
 }
 
@@ -96,14 +97,16 @@ INLINE void bf16_amx(int format, int has_second, const bf16_rows *rows, const ch
             _tile_loadd(3, sum + SECOND + HALF, SUM_BYTES);
         }
     }
+    /* Blocks are expanded one ahead: what was just stored cannot be loaded at once. */
+    if (format != BLOCK_BF16) block_expand(format, bits, wide[begin & 1]);
     for (int64_t block = begin; block < end; block++, bits += block_bytes(format)) {
         const int is_whole = block < rows->num_whole;
         const size_t stride = (is_whole ? rows->x_stride : BLOCK_K) * 2;
         const char *x = is_whole ? (const char *)(rows->x + block * BLOCK_K) : (const char *)rows->tail;
         const char *weights = bits;
         if (format != BLOCK_BF16) {
-            /* Two in turn: the next is written while this one is read. */
-            block_expand(format, bits, wide[block & 1]);
+            if (block + 1 < end)
+                block_expand(format, bits + block_bytes(format), wide[(block + 1) & 1]);
             weights = wide[block & 1];
             amx_written();
         }
@@ -210,27 +213,39 @@ static bf16_step *bf16_open(int is_amx, int format, int num_rows) {
     return bf16_dots[format - BLOCK_BF16][num_rows - 1];
 }
 
-/* Scales finished chains of a panel, adds the bias, rounds them and stores them. */
+/* Where the outputs of a row and a panel go. */
+INLINE uint16_t *bf16_out(const bf16_work *work, int64_t row, int64_t panel) {
+    return work->y + (size_t)row * work->y_stride + (size_t)panel * BLOCK_OUTPUTS;
+}
+
+/* Scales finished chains of a panel, adds the bias, rounds them and stores them, a line of the cache a row. */
 static void bf16_finish(const bf16_work *work, const float *sum, int64_t row, int64_t num_rows,
                         int64_t panel) {
-    const int64_t begin = panel * BLOCK_OUTPUTS;
+    const int64_t first = panel * BLOCK_OUTPUTS;
+    const int64_t count = linear_min(BLOCK_OUTPUTS, work->num_outputs - first);
+    const uint32_t is_real = (uint32_t)((1ull << count) - 1u);
+    const int is_int8 = work->format == BLOCK_INT8;
     const float *scales = (const float *)(work->panels + (size_t)panel * work->panel_bytes);
+    __m512 scale[2], bias[2];
     for (int half = 0; half < 2; half++) {
-        const int64_t first = begin + half * 16;
-        const int64_t count = linear_min(16, work->num_outputs - first);
-        if (count <= 0) break;
-        const __mmask16 is_real = (__mmask16)((1u << count) - 1u);
-        const __m512 scale =
-            work->format == BLOCK_INT8 ? _mm512_loadu_ps(scales + half * 16) : _mm512_setzero_ps();
-        const __m512 bias =
-            work->bias ? _mm512_maskz_loadu_ps(is_real, work->bias + first) : _mm512_setzero_ps();
-        uint16_t *to = work->y + (size_t)row * work->y_stride + first;
-        for (int64_t i = 0; i < num_rows; i++, to += work->y_stride) {
-            __m512 value = _mm512_loadu_ps(sum + i * BLOCK_OUTPUTS + half * 16);
-            if (work->format == BLOCK_INT8) value = _mm512_mul_ps(value, scale);
-            if (work->bias) value = _mm512_add_ps(value, bias);
-            _mm256_mask_storeu_epi16(to, is_real, (__m256i)_mm512_cvtneps_pbh(value));
+        const __mmask16 is_own = (__mmask16)(is_real >> (16 * half));
+        scale[half] = is_int8 ? _mm512_loadu_ps(scales + half * 16) : _mm512_setzero_ps();
+        bias[half] = work->bias ? _mm512_maskz_loadu_ps(is_own, work->bias + first + half * 16)
+                                : _mm512_setzero_ps();
+    }
+    uint16_t *to = bf16_out(work, row, panel);
+    for (int64_t i = 0; i < num_rows; i++, to += work->y_stride, sum += BLOCK_OUTPUTS) {
+        __m512 value[2];
+        for (int half = 0; half < 2; half++) {
+            value[half] = _mm512_loadu_ps(sum + half * 16);
+            if (is_int8) value[half] = _mm512_mul_ps(value[half], scale[half]);
+            if (work->bias) value[half] = _mm512_add_ps(value[half], bias[half]);
         }
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value[1], value[0]);
+        if (count == BLOCK_OUTPUTS)
+            _mm512_storeu_si512(to, both);
+        else
+            _mm512_mask_storeu_epi16(to, is_real, both);
     }
 }
 
@@ -273,6 +288,8 @@ static void bf16_many(const bf16_work *work, int64_t row, int64_t num_rows, int6
     const int64_t size = work->is_amx ? BF16_AMX_ROWS : BF16_DOT_ROWS;
     const int64_t num_steps = num_rows / size;
     const int64_t expand = work->format == BLOCK_BF16 ? work->num_blocks : BF16_EXPAND;
+    /* Sums outlive a step only where k is cut up. */
+    const int64_t sum_rows = expand < work->num_blocks ? size : 0;
     const bf16_rows rows = bf16_take(work, row, num_steps * size, tail);
     bf16_step *const step = bf16_open(work->is_amx, BLOCK_BF16, (int)size);
     for (int64_t at = first; at < end; at++) {
@@ -295,12 +312,17 @@ static void bf16_many(const bf16_work *work, int64_t row, int64_t num_rows, int6
                 bf16_rows own = rows;
                 own.x += (size_t)(i * size) * rows.x_stride;
                 own.tail += i * size * BLOCK_K;
+                float *own_sum = sum + i * sum_rows * BLOCK_OUTPUTS;
                 const bf16_ahead ahead = {
                     next + ((size_t)i * (size_t)work->num_blocks + (size_t)begin) * share, share};
-                step(&own, weights, begin, past, sum + i * size * BLOCK_OUTPUTS, begin == 0, ahead);
+                /* Where the results go is asked for while they are computed. */
+                if (past == work->num_blocks)
+                    for (int64_t j = 0; j < size; j++)
+                        __builtin_prefetch(bf16_out(work, row + i * size + j, at), 1);
+                step(&own, weights, begin, past, own_sum, begin == 0, ahead);
+                if (past == work->num_blocks) bf16_finish(work, own_sum, row + i * size, size, at);
             }
         }
-        bf16_finish(work, sum, row, num_steps * size, at);
     }
     if (num_steps * size < num_rows)
         bf16_few(work, row + num_steps * size, num_rows - num_steps * size, first, end);
