@@ -23,7 +23,7 @@ def scan(request: pytest.FixtureRequest) -> RowScan:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [1, 7, 16, 1023, 1024, 1025, 3001])
+@pytest.mark.parametrize("width", [1, 7, 16, 32, 1023, 1024, 1025, 3001, 3104])
 def test_the_best_is_the_first_of_the_highest(
     scan: RowScan, dtype: torch.dtype, width: int
 ) -> None:
@@ -41,13 +41,14 @@ def test_the_best_is_the_first_of_the_highest(
     assert best.is_finite_R.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 500, 1023, 2047, 2048, 2050])
 def test_one_number_that_is_none_is_found_and_stays_in_its_row(
-    scan: RowScan, bad: float, at: int
+    scan: RowScan, dtype: torch.dtype, bad: float, at: int
 ) -> None:
-    logits = torch.randn(80, 2051, generator=torch.Generator().manual_seed(0))
-    expected = logits.numpy().argmax(axis=1)
+    logits = torch.randn(80, 2051, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = logits.float().numpy().argmax(axis=1)
     logits[5, at] = bad
 
     best = scan(logits)

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "simd.h"
+#include "v16.h"
 
 #define SCAN_BLOCK 1024
 /* As many numbers as one thread scans in the time that another takes to wake. */
@@ -22,15 +23,51 @@ INLINE v8 scan_load(const void *row, int64_t at, int is_bf16) {
     return is_bf16 ? v8_load_bf16((const uint16_t *)row + at) : v8_load((const float *)row + at);
 }
 
+/* A block's highest, and whether all of it is finite, of 32 bf16 at once: as integers, which are ordered as the
+ * numbers are once the bits of negative ones are turned round. */
+#if HAS_V16
+INLINE float scan_block_bf16(const uint16_t *row, int64_t count, int *is_finite) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i top = _mm512_set1_epi16(-32768), largest = _mm512_setzero_si512();
+    for (int64_t at = 0; at < count; at += 32) {
+        const __m512i bits = _mm512_loadu_si512(row + at);
+        const __m512i turned = _mm512_and_si512(_mm512_srai_epi16(bits, 15), magnitude);
+        top = _mm512_max_epi16(top, _mm512_xor_si512(bits, turned));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, magnitude));
+    }
+    int16_t tops[32], sizes[32], highest = -32768, size = 0;
+    _mm512_storeu_si512(tops, top);
+    _mm512_storeu_si512(sizes, largest);
+    for (int i = 0; i < 32; i++) {
+        highest = tops[i] > highest ? tops[i] : highest;
+        size = sizes[i] > size ? sizes[i] : size;
+    }
+    *is_finite &= size < 0x7f80;
+    return widen_bf16((uint16_t)(highest ^ ((highest >> 15) & 0x7fff)));
+}
+#endif
+
 INLINE void scan_row(const void *row, int64_t width, int is_bf16, int64_t *best,
                      uint8_t *is_finite) {
     float highest = -INFINITY, rest = 0.0f;
     int64_t block = 0;
+    int is_whole = 1; /* no block looked at as integers had one that is not finite */
     /* Zero times a finite number is zero, times anything else NaN, which then stays. */
     v8 zeros[2] = {v8_zero(), v8_zero()};
     const v8 zero = v8_zero();
     for (int64_t first = 0; first < width; first += SCAN_BLOCK) {
         const int64_t stop = first + SCAN_BLOCK < width ? first + SCAN_BLOCK : width;
+#if HAS_V16
+        if (is_bf16 && (stop - first) % 32 == 0) {
+            const float own =
+                scan_block_bf16((const uint16_t *)row + first, stop - first, &is_whole);
+            if (own > highest) {
+                highest = own;
+                block = first;
+            }
+            continue;
+        }
+#endif
         v8 top[2] = {v8_all(-INFINITY), v8_all(-INFINITY)};
         int64_t at = first;
         for (; at + 16 <= stop; at += 16) {
@@ -52,7 +89,7 @@ INLINE void scan_row(const void *row, int64_t width, int is_bf16, int64_t *best,
         }
     }
     const float sum = v8_total(v8_add(zeros[0], zeros[1])) + rest;
-    *is_finite = sum == sum;
+    *is_finite = is_whole && sum == sum;
     *best = 0;
     if (*is_finite) {
         while (scan_at(row, block, is_bf16) != highest) block++;
