@@ -91,16 +91,18 @@ typedef struct {
 
 /* A thread's memory where it computes in tiles in hardware. A kv head's rows begin with a tile of their own. */
 typedef struct {
-    uint16_t *query;   /* (tile rows, width), as it is; width: head_dim in whole tiles */
+    uint16_t *query;   /* (tile rows, width), as it is; width: head_dim in whole tiles. Packed, where a kv head's rows
+                        * are one tile */
     float *sum;        /* (tile rows, width): the tiles of keys joined so far */
     float *max;        /* (tile rows): of those; log2 */
     float *weight;     /* (tile rows) */
-    uint16_t *keys;    /* a kv head's of one tile, packed: see attention_amx.h */
+    uint16_t *keys;    /* a kv head's of one tile, packed: see attention_amx.h; or some as they are */
     uint16_t *values;
     uint16_t *blank;   /* (width): zeros, for keys that are not there */
     uint16_t *rounded; /* (AMX_ROWS, ATTENTION_TILE): weights */
     float *score;      /* (AMX_ROWS, ATTENTION_TILE) */
     float *part;       /* (AMX_ROWS, width): weighted values, where the scores were */
+    float *turned;     /* (AMX_ROWS keys, AMX_ROWS) */
 } attention_tile_scratch;
 
 INLINE size_t attention_lines(size_t floats) {
@@ -138,8 +140,9 @@ static size_t attention_tile_layout(const attention_shape *shape, float *base,
     const size_t scores = AMX_ROWS * ATTENTION_TILE, parts_width = AMX_ROWS * width;
     const size_t sizes[] = {rows * width, ATTENTION_TILE * width, ATTENTION_TILE * width, width, scores};
     uint16_t **const parts[] = {&to->query, &to->keys, &to->values, &to->blank, &to->rounded};
-    const size_t float_sizes[] = {rows * width, rows, rows, scores > parts_width ? scores : parts_width};
-    float **const float_parts[] = {&to->sum, &to->max, &to->weight, &to->score};
+    const size_t float_sizes[] = {rows * width, rows, rows, scores > parts_width ? scores : parts_width,
+                                  AMX_ROWS * AMX_ROWS};
+    float **const float_parts[] = {&to->sum, &to->max, &to->weight, &to->score, &to->turned};
     size_t used = 0;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         if (base) *parts[i] = (uint16_t *)(base + used);
@@ -620,6 +623,7 @@ typedef struct {
     attention_span present;
     int tile;
     int first_row;   /* of the scratch */
+    int is_turned;   /* its rows are one tile: queries are packed, keys are not */
     int is_finite;   /* all values that are present */
     uint16_t *keys;  /* packed */
     uint16_t *values;
@@ -698,18 +702,22 @@ INLINE void attention_tile_soften(const attention_work *work, const attention_ti
     const float scale = shape->soft_cap > 0.0f ? 1.0f : shape->scale * 1.44269504088896341f;
     float *max = work->tiles.max + head->first_row + group->row;
     float *weight = work->tiles.weight + head->first_row + group->row;
-    for (int i = 0; i < group->rows; i++) {
-        const attention_span span = group->span[i];
-        float *score = work->tiles.score + i * ATTENTION_TILE;
-        if (shape->soft_cap > 0.0f) attention_cap(shape, span, score);
-        attention_soften_row(score, attention_span_bits(span), scale,
-                             work->tiles.rounded + i * ATTENTION_TILE, rates->max + i,
-                             rates->weight + i);
+    if (shape->soft_cap > 0.0f)
+        for (int i = 0; i < group->rows; i++)
+            attention_cap(shape, group->span[i], work->tiles.score + i * ATTENTION_TILE);
+    if (group->is_alike && head->present.first == 0 && head->present.end == ATTENTION_TILE) {
+        attention_soften_rows(work->tiles.score, NULL, group->rows, scale, work->tiles.rounded, rates->max,
+                              rates->weight);
+    } else {
+        uint64_t sees[AMX_ROWS];
+        for (int i = 0; i < group->rows; i++) sees[i] = attention_span_bits(group->span[i]);
+        attention_soften_rows(work->tiles.score, sees, group->rows, scale, work->tiles.rounded, rates->max,
+                              rates->weight);
         /* Not joined: its maximum stays. */
-        if (attention_is_empty(span)) rates->max[i] = max[i];
+        for (int i = 0; i < group->rows; i++)
+            if (attention_is_empty(group->span[i])) rates->max[i] = max[i];
     }
     if (head->partials) return;
-    for (int i = group->rows; i < AMX_ROWS; i++) rates->max[i] = rates->weight[i] = 0.0f;
     for (int i = 0; i < group->rows; i += 8)
         attention_join_weights(max + i, weight + i, rates->max + i, rates->weight + i, rates->keep + i,
                                rates->take + i);
@@ -755,6 +763,30 @@ INLINE void attention_tile_weigh(const attention_work *work, const attention_til
                            work->tiles.part);
 }
 
+/* Scores of a head's only group. Keys are read where they lie, if 16 do so side by side and in full tiles. */
+INLINE void attention_tile_score_turned(const attention_work *work, const attention_tile_head *head,
+                                        const uint16_t *query, attention_span any) {
+    const attention_shape *shape = work->call->shape;
+    const size_t head_dim = (size_t)shape->head_dim, width = attention_sum_width(shape);
+    const size_t slot_width = 2 * (size_t)shape->num_kv_heads * head_dim;
+    const int may_lie = head_dim == width && shape->block_size % AMX_ROWS == 0;
+    for (int first = any.first / AMX_ROWS * AMX_ROWS; first < any.end; first += AMX_ROWS) {
+        const uint16_t *key = head->kv + head->slot[first];
+        size_t stride = slot_width;
+        if (!may_lie || head->present.first > first || head->present.end < first + AMX_ROWS) {
+            memset(head->keys, 0, AMX_ROWS * width * sizeof(uint16_t));
+            for (int j = 0; j < AMX_ROWS; j++)
+                if (first + j >= head->present.first && first + j < head->present.end)
+                    memcpy(head->keys + (size_t)j * width, head->kv + head->slot[first + j],
+                           head_dim * sizeof(uint16_t));
+            key = head->keys;
+            stride = width;
+        }
+        attention_scores_turned(key, stride * sizeof(uint16_t), width, query, work->rows_per_head,
+                                work->tiles.turned, work->tiles.score + first);
+    }
+}
+
 /* A group against its head's packed keys and values. One after the other: with several groups at each step, or a
  * group's steps between its neighbours', more memory is in use at a time than the nearest cache holds. */
 static void attention_tile_some(const attention_work *work, const attention_tile_group *group) {
@@ -762,9 +794,12 @@ static void attention_tile_some(const attention_work *work, const attention_tile
     const size_t width = attention_sum_width(work->call->shape);
     const int first_row = head->first_row + group->row;
     attention_tile_rates rates;
-    attention_scores(work->tiles.query + (size_t)first_row * width, width, head->keys,
-                     group->any.first / AMX_ROWS, (group->any.end + AMX_ROWS - 1) / AMX_ROWS,
-                     work->tiles.score);
+    const uint16_t *query = work->tiles.query + (size_t)first_row * width;
+    if (head->is_turned)
+        attention_tile_score_turned(work, head, query, group->any);
+    else
+        attention_scores(query, width, head->keys, group->any.first / AMX_ROWS,
+                         (group->any.end + AMX_ROWS - 1) / AMX_ROWS, work->tiles.score);
     attention_tile_soften(work, group, &rates);
     if (head->is_finite || group->is_alike) {
         attention_tile_weigh(work, head, group->any);
@@ -784,9 +819,11 @@ static void attention_tile_some(const attention_work *work, const attention_tile
 INLINE void attention_tile_pack(const attention_work *work, attention_tile_head *head) {
     const attention_span keys = head->present;
     const uint16_t *key[ATTENTION_TILE];
-    attention_tile_rows(work, head, keys, 0, key);
-    attention_pack_keys(key, keys.first / AMX_ROWS, (keys.end + AMX_ROWS - 1) / AMX_ROWS,
-                        (size_t)work->call->shape->head_dim, head->keys);
+    if (!head->is_turned) {
+        attention_tile_rows(work, head, keys, 0, key);
+        attention_pack_keys(key, keys.first / AMX_ROWS, (keys.end + AMX_ROWS - 1) / AMX_ROWS,
+                            (size_t)work->call->shape->head_dim, head->keys);
+    }
     head->is_finite = attention_tile_values(work, head, keys);
 }
 
@@ -827,14 +864,24 @@ static void attention_run_tiles(const attention_call *call, const attention_item
     const int last = item->position + item->count - 1;
     attention_configure(work.rows_per_head, configured);
     memset(at->blank, 0, width * sizeof(uint16_t));
+    const int is_turned = work.rows_per_head <= AMX_ROWS;
     for (int h = 0; h < item->num_heads; h++) {
         uint16_t *query = at->query + (size_t)(h * head_rows) * width;
-        for (int i = 0; i < item->count; i++)
-            for (int f = 0; f < work.fold; f++, query += width) {
-                const size_t from = attention_place(&work, call->q_stride, i, item->first_head + h, f);
-                memcpy(query, (const uint16_t *)call->q + from, head_dim * sizeof(uint16_t));
-                memset(query + head_dim, 0, (width - head_dim) * sizeof(uint16_t));
+        const uint16_t *row[AMX_ROWS];
+        for (int i = 0; is_turned && i < AMX_ROWS; i++) row[i] = at->blank;
+        for (int i = 0, r = 0; i < item->count; i++)
+            for (int f = 0; f < work.fold; f++, r++) {
+                const uint16_t *from = (const uint16_t *)call->q +
+                                       attention_place(&work, call->q_stride, i, item->first_head + h, f);
+                if (is_turned) {
+                    row[r] = from;
+                    continue;
+                }
+                memcpy(query + (size_t)r * width, from, head_dim * sizeof(uint16_t));
+                memset(query + (size_t)r * width + head_dim, 0, (width - head_dim) * sizeof(uint16_t));
             }
+        for (size_t d = 0; is_turned && d < width; d += AMX_K)
+            attention_pack_group(row, d, head_dim, query + d / AMX_K * PACK_TILE);
     }
     memset(at->max, 0, (size_t)(item->num_heads * head_rows) * sizeof(float));
     memset(at->weight, 0, (size_t)(item->num_heads * head_rows) * sizeof(float));
@@ -856,6 +903,7 @@ static void attention_run_tiles(const attention_call *call, const attention_item
                                         .present = present[own],
                                         .tile = tile,
                                         .first_row = h * head_rows,
+                                        .is_turned = is_turned,
                                         .keys = at->keys,
                                         .values = at->values};
             if (item->partial >= 0) {

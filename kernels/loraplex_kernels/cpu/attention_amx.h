@@ -32,33 +32,35 @@ INLINE __mmask16 pack_pairs(size_t d, size_t head_dim) {
     return head_dim - d >= AMX_K ? 0xffff : (__mmask16)((1u << (head_dim - d) / 2) - 1);
 }
 
-/* to: (16 pairs of dims, 16 keys), of 16 keys' dims from d on; beyond head_dim zeros. */
-INLINE void attention_pack_group(const uint16_t *const *key, size_t d, size_t head_dim, uint16_t *to) {
-    for (int quarter = 0; quarter < 4; quarter++, to += 4 * AMX_K) {
-        const size_t at = d + 8 * (size_t)quarter;
-        __m512i *out = (__m512i *)to;
-        if (at >= head_dim) {
-            for (int i = 0; i < 4; i++) _mm512_store_si512(out + i, _mm512_setzero_si512());
-            continue;
-        }
-        /* Lane l of part[i]: four pairs of key 4 l + i. */
-        __m512i part[4];
-        for (int i = 0; i < 4; i++) {
-#define QUARTER_OF(k) _mm_loadu_si128((const __m128i *)(key[k] + at))
-            part[i] = _mm512_castsi128_si512(QUARTER_OF(i));
-            part[i] = _mm512_inserti32x4(part[i], QUARTER_OF(i + 4), 1);
-            part[i] = _mm512_inserti32x4(part[i], QUARTER_OF(i + 8), 2);
-            part[i] = _mm512_inserti32x4(part[i], QUARTER_OF(i + 12), 3);
-#undef QUARTER_OF
-        }
-        const __m512i low01 = _mm512_unpacklo_epi32(part[0], part[1]);
-        const __m512i low23 = _mm512_unpacklo_epi32(part[2], part[3]);
-        const __m512i high01 = _mm512_unpackhi_epi32(part[0], part[1]);
-        const __m512i high23 = _mm512_unpackhi_epi32(part[2], part[3]);
-        _mm512_store_si512(out, _mm512_unpacklo_epi64(low01, low23));
-        _mm512_store_si512(out + 1, _mm512_unpackhi_epi64(low01, low23));
-        _mm512_store_si512(out + 2, _mm512_unpacklo_epi64(high01, high23));
-        _mm512_store_si512(out + 3, _mm512_unpackhi_epi64(high01, high23));
+/* Four columns of 16 rows of 32 bits become four rows, `stride` of them apart. */
+INLINE void attention_transpose(const void *const *row, size_t byte, uint32_t *to, size_t stride) {
+    /* Lane l of part[i]: of row 4 l + i. */
+    __m512i part[4];
+    for (int i = 0; i < 4; i++) {
+#define COLUMNS_OF(r) _mm_loadu_si128((const __m128i *)((const char *)row[r] + byte))
+        part[i] = _mm512_castsi128_si512(COLUMNS_OF(i));
+        part[i] = _mm512_inserti32x4(part[i], COLUMNS_OF(i + 4), 1);
+        part[i] = _mm512_inserti32x4(part[i], COLUMNS_OF(i + 8), 2);
+        part[i] = _mm512_inserti32x4(part[i], COLUMNS_OF(i + 12), 3);
+#undef COLUMNS_OF
+    }
+    const __m512i low01 = _mm512_unpacklo_epi32(part[0], part[1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(part[2], part[3]);
+    const __m512i high01 = _mm512_unpackhi_epi32(part[0], part[1]);
+    const __m512i high23 = _mm512_unpackhi_epi32(part[2], part[3]);
+    _mm512_store_si512(to, _mm512_unpacklo_epi64(low01, low23));
+    _mm512_store_si512(to + stride, _mm512_unpackhi_epi64(low01, low23));
+    _mm512_store_si512(to + 2 * stride, _mm512_unpacklo_epi64(high01, high23));
+    _mm512_store_si512(to + 3 * stride, _mm512_unpackhi_epi64(high01, high23));
+}
+
+/* to: (16 pairs of dims, 16 keys or queries), of 16 rows' dims from d on; beyond head_dim zeros. */
+INLINE void attention_pack_group(const uint16_t *const *row, size_t d, size_t head_dim, uint16_t *to) {
+    for (size_t at = d; at < d + AMX_K; at += 8, to += 4 * AMX_K) {
+        if (at < head_dim)
+            attention_transpose((const void *const *)row, at * sizeof(uint16_t), (uint32_t *)to, AMX_ROWS);
+        else
+            memset(to, 0, 4 * AMX_ROW_BYTES);
     }
 }
 
@@ -132,6 +134,25 @@ INLINE void attention_scores(const uint16_t *query, size_t width, const uint16_t
     if (first <= 3 && 3 < end) _tile_stored(3, score + 3 * AMX_ROWS, score_bytes);
 }
 
+/* The same products, bit for bit, the other way round: a group of 16 keys as they lie, `key_bytes` from one to the next,
+ * times packed queries (dims / 32, 16 pairs of dims, 16 queries). Worth it where no other rows would share packed
+ * keys. score: 16 columns of the first `rows` of (16, PACK_KEYS), and of up to three behind; turned: (16, 16). */
+INLINE void attention_scores_turned(const uint16_t *key, size_t key_bytes, size_t width,
+                                    const uint16_t *packed_query, int rows, float *turned, float *score) {
+    amx_written();
+    _tile_zero(5);
+    for (size_t d = 0; d < width; d += AMX_K, packed_query += PACK_TILE) {
+        _tile_loadd(6, key + d, key_bytes);
+        _tile_loadd(7, packed_query, AMX_ROW_BYTES);
+        _tile_dpbf16ps(5, 6, 7);
+    }
+    _tile_stored(5, turned, AMX_ROW_BYTES);
+    const void *row[AMX_ROWS];
+    for (int i = 0; i < AMX_ROWS; i++) row[i] = turned + i * AMX_ROWS;
+    for (int i = 0; i < rows; i += 4)
+        attention_transpose(row, (size_t)i * sizeof(float), (uint32_t *)score + i * PACK_KEYS, PACK_KEYS);
+}
+
 /* 2^a, within 3e-6 of it, a thousandth of what rounding to bf16 may lose; 0 for -inf, NaN stays NaN.
  * 2^a = 2^n 2^r with r in [0, 1), 2^r by a polynomial of degree 4 (equal ripple). */
 INLINE __m512 attention_exp2(__mmask16 mask, __m512 a) {
@@ -144,46 +165,69 @@ INLINE __m512 attention_exp2(__mmask16 mask, __m512 a) {
     return _mm512_maskz_scalef_ps(mask, p, a);
 }
 
-INLINE float attention_largest(__m512 a) {
-    return v8_largest(_mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)));
-}
-
-INLINE float attention_total(__m512 a) {
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-/* One row's scores (PACK_KEYS) become weights, 2^(scale * score - maximum) in bf16; zero where it does not see. */
-INLINE void attention_soften_row(const float *score, uint64_t sees, float scale, uint16_t *weight,
-                                 float *max, float *total) {
-    const __m512 lowest = _mm512_set1_ps(-INFINITY), scale16 = _mm512_set1_ps(scale);
-    __m512 s[PACK_GROUPS], top = lowest;
-#pragma GCC unroll 4
-    for (int group = 0; group < PACK_GROUPS; group++) {
-        s[group] = _mm512_load_ps(score + group * AMX_ROWS);
-        top = _mm512_mask_max_ps(top, (__mmask16)(sees >> group * AMX_ROWS), top, s[group]);
+/* Lane i of the result is the largest lane of row[i], or the sum of its lanes: all rows in one order. */
+#define ATTENTION_FOLD(name, join)                                                                   \
+    INLINE __m512 name(const __m512 *row) {                                                          \
+        __m512 pair[8], four[4], eight[2];                                                           \
+        for (int i = 0; i < 8; i++)                                                                  \
+            pair[i] = join(_mm512_unpacklo_ps(row[2 * i], row[2 * i + 1]),                           \
+                           _mm512_unpackhi_ps(row[2 * i], row[2 * i + 1]));                          \
+        for (int i = 0; i < 4; i++) {                                                                \
+            const __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);  \
+            four[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),                               \
+                           _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));                              \
+        }                                                                                            \
+        for (int i = 0; i < 2; i++)                                                                  \
+            eight[i] = join(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88),                \
+                            _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd));               \
+        return join(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88),                                  \
+                    _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));                                 \
     }
-    const float largest = attention_largest(top) * scale;
-    const __m512 max16 = _mm512_set1_ps(largest);
+ATTENTION_FOLD(attention_largest_of_each, _mm512_max_ps)
+ATTENTION_FOLD(attention_total_of_each, _mm512_add_ps)
+#undef ATTENTION_FOLD
+
+/* Scores of a tile's rows (AMX_ROWS, PACK_KEYS) become weights, 2^(scale * score - maximum) in bf16; zero for keys
+ * whose bit is not set in `sees`. NULL: all are. max and total: (AMX_ROWS), also of rows behind the last. */
+INLINE void attention_soften_rows(const float *score, const uint64_t *sees, int rows, float scale,
+                                  uint16_t *weight, float *max, float *total) {
+    const __m512 scale16 = _mm512_set1_ps(scale);
     const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 2
-    for (int step = 0; step < PACK_STEPS; step++) {
-        __m512 p[2];
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            const int group = 2 * step + half;
-            p[half] = attention_exp2((__mmask16)(sees >> group * AMX_ROWS),
-                                     _mm512_fmsub_ps(s[group], scale16, max16));
+    __m512 each[AMX_ROWS];
+    for (int i = 0; i < rows; i++) {
+        const float *from = score + i * PACK_KEYS;
+        __m512 top = _mm512_set1_ps(-INFINITY);
+#pragma GCC unroll 4
+        for (int group = 0; group < PACK_GROUPS; group++) {
+            const __mmask16 mask = sees ? (__mmask16)(sees[i] >> group * AMX_ROWS) : 0xffff;
+            top = _mm512_mask_max_ps(top, mask, top, _mm512_load_ps(from + group * AMX_ROWS));
         }
-        const __m512bh rounded = _mm512_cvtne2ps_pbh(p[1], p[0]);
-        sum = _mm512_dpbf16_ps(sum, rounded, one);
-        _mm512_store_si512((__m512i *)(weight + step * AMX_K), (__m512i)rounded);
+        each[i] = top;
     }
-    *max = largest;
-    *total = attention_total(sum);
+    for (int i = rows; i < AMX_ROWS; i++) each[i] = _mm512_setzero_ps();
+    _mm512_storeu_ps(max, _mm512_mul_ps(attention_largest_of_each(each), scale16));
+    for (int i = 0; i < rows; i++) {
+        const float *from = score + i * PACK_KEYS;
+        const __m512 max16 = _mm512_set1_ps(max[i]);
+        __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 2
+        for (int step = 0; step < PACK_STEPS; step++) {
+            __m512 p[2];
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const int group = 2 * step + half;
+                const __mmask16 mask = sees ? (__mmask16)(sees[i] >> group * AMX_ROWS) : 0xffff;
+                const __m512 s = _mm512_load_ps(from + group * AMX_ROWS);
+                p[half] = attention_exp2(mask, _mm512_fmsub_ps(s, scale16, max16));
+            }
+            const __m512bh rounded = _mm512_cvtne2ps_pbh(p[1], p[0]);
+            sum = _mm512_dpbf16_ps(sum, rounded, one);
+            _mm512_store_si512((__m512i *)(weight + i * PACK_KEYS + step * AMX_K), (__m512i)rounded);
+        }
+        each[i] = sum;
+    }
+    for (int i = rows; i < AMX_ROWS; i++) each[i] = _mm512_setzero_ps();
+    _mm512_storeu_ps(total, attention_total_of_each(each));
 }
 
 /* sum (16, width): of a tile's rows of weight (16, PACK_KEYS) times the packed values of steps [first, end). */
