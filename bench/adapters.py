@@ -1,7 +1,7 @@
 """Random adapters of mixed rank for benchmarks: they cost what real ones cost and change the output.
 
-Written with numpy and safetensors alone, in PEFT's format, so that every server and peer loads the
-same folders.
+Written in PEFT's format, so that every server and peer loads the same folders, and in bf16, so that all
+compute with the same numbers: most round an adapter to the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
+from safetensors.torch import save_file
 
-_VERSION = 1  # of the content: another number, other files in the cache
+NUMBER_BYTES = 2
+_VERSION = 2  # of the content: another number, other files in the cache
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -35,7 +37,7 @@ def _shapes(config: dict[str, int]) -> dict[str, tuple[str, int, int]]:
 
 
 def write(folder: Path, model_dir: Path, *, rank: int, seed: int, base_name: str) -> Path:
-    """A PEFT folder with all seven linear targets at `rank`, float32 tensors of modest norm."""
+    """A PEFT folder with all seven linear targets at `rank`, bf16 tensors of modest norm."""
     config = json.loads((model_dir / "config.json").read_text())
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -44,8 +46,8 @@ def write(folder: Path, model_dir: Path, *, rank: int, seed: int, base_name: str
             prefix = f"base_model.model.model.layers.{layer}.{parent}.{name}"
             a_RK = rng.standard_normal((rank, size_in)) / np.sqrt(size_in)
             b_NR = rng.standard_normal((size_out, rank)) * 0.02
-            tensors[f"{prefix}.lora_A.weight"] = a_RK.astype(np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = b_NR.astype(np.float32)
+            tensors[f"{prefix}.lora_A.weight"] = torch.from_numpy(a_RK).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = torch.from_numpy(b_NR).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench import workload
+from bench import adapters, workload
 from bench.suite import BASE_MODEL
 from bench.workload import WorkItem
 
@@ -123,7 +123,6 @@ def main() -> None:
     from loraplex_engine.artifact import ModelShape
     from loraplex_engine.config import EngineConfig
     from loraplex_engine.convert import cache_dir
-    from loraplex_engine.profiling.adapters import NUMBER_BYTES
     from loraplex_engine.profiling.floors import step_work
     from loraplex_engine.profiling.machine import measure_machine
     from loraplex_engine.runner import load_model
@@ -151,7 +150,7 @@ def main() -> None:
                 model,
                 shape,
                 kv_bytes_per_token=kv_bytes,
-                adapter_number_bytes=NUMBER_BYTES,
+                adapter_number_bytes=adapters.NUMBER_BYTES,
             )
             seconds += count * sum(part.floor_ms(machine) for part in parts.values()) / 1e3
         floors[Path(path).stem] = seconds
