@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loraplex_engine.artifact import HEAD, AdapterArtifact, LoraPair, ModelShape, ModuleName
+from loraplex_engine.artifact import (
+    HEAD,
+    AdapterArtifact,
+    AdapterLimits,
+    LoraPair,
+    ModelShape,
+    ModuleName,
+    read_adapter,
+)
 from loraplex_engine.lora.backend import NativeLora
-from loraplex_engine.lora.sites import SITES, site_layouts
+from loraplex_engine.lora.seam import LoraSite
+from loraplex_engine.lora.sites import SITE_INDEX, SITES, site_layouts
 from loraplex_engine.lora.weights import pack_native
-from loraplex_kernels.cpu.lora import LoraKernel, padded_rank, tiled_inputs, tiled_outputs
+from loraplex_kernels.cpu.lora import (
+    LoraKernel,
+    SiteFormat,
+    padded_rank,
+    tile_planes,
+    tiled_inputs,
+    tiled_outputs,
+)
 from torch import Tensor
 
 from tests.engine.test_lora_backend import (
@@ -27,8 +44,12 @@ from tests.support.adapter_files import (
     OUTSIDE,
     TINY_SHAPE,
     bf16_bits,
+    encode_tensors,
+    lora_config,
+    lora_tensors,
     make_adapter,
     native_cache_dir,
+    write_folder,
 )
 
 BF16 = torch.bfloat16
@@ -44,9 +65,10 @@ def kernel(pytestconfig: pytest.Config) -> LoraKernel:
     return kernel
 
 
-def make_adapters(folder: Path, shape: ModelShape) -> list[AdapterArtifact]:
+def make_adapters(folder: Path, shape: ModelShape, dtype: str = "BF16") -> list[AdapterArtifact]:
+    linears = [*ALL_LINEARS, *OUTSIDE]
     return [
-        make_adapter(folder / str(r), shape, rank=r, linears=[*ALL_LINEARS, *OUTSIDE], seed=r)
+        make_adapter(folder / str(r), shape, rank=r, linears=linears, seed=r, dtype=dtype)
         for r in RANKS
     ]
 
@@ -56,24 +78,27 @@ def add_exactly(y_N: Tensor, size_N: Tensor, pair: LoraPair, x_K: Tensor, u: flo
 
     u is fp32's unit roundoff. Each of n products is rounded and added with at most one rounding of each, whatever
     the order, so a sum is within 2 n u of the sum of its terms' sizes. h is scaled, within u, and split, within
-    2^-16. The sums over lo and hi are of 2 R terms.
+    2^-16. The sums over lo and hi are of 2 R terms. What is not stored in bf16 is in two planes, within 2^-16, and
+    sums have twice the terms. A low plane is within 2^-8, so that the terms of all add up to a little more.
     """
+    planes = 1 if pair.a.dtype == "BF16" else 2
     a_RK, b_NR = (torch.from_numpy(t.to_float32().copy()).double() for t in (pair.a, pair.b))
     h_R, h_size_R = a_RK @ x_K.double(), a_RK.abs() @ x_K.double().abs()
     y_N += pair.scale * (b_NR @ h_R)
     num_inputs, rank = x_K.shape[0] + 31, padded_rank(pair.rank)
-    of_h = 2 * num_inputs * u + u + 2**-16
-    of_sum = 4 * rank * u
-    # lo is within 2^-8 of h, so that the terms' sizes add up to a little more than h's.
+    of_weights = 0 if planes == 1 else 2 * 2**-16
+    of_h = 2 * planes * num_inputs * u + u + 2**-16
+    of_sum = 4 * planes * rank * u
     terms_N = abs(pair.scale) * (b_NR.abs() @ h_size_R)
-    size_N += terms_N * (of_h + of_sum * (1 + 2**-8))
+    size_N += terms_N * (of_weights + (of_h + of_sum) * (1 + 2**-8) ** 2)
 
 
+@pytest.mark.parametrize("stored", ["BF16", "F32", "F16"])
 @pytest.mark.parametrize("shape", [TINY_SHAPE, ODD_SHAPE], ids=["even", "odd"])
 def test_deltas_are_as_near_to_exact_as_their_formats_allow(
-    kernel: LoraKernel, tmp_path: Path, shape: ModelShape
+    kernel: LoraKernel, tmp_path: Path, shape: ModelShape, stored: str
 ) -> None:
-    artifacts = make_adapters(tmp_path, shape)
+    artifacts = make_adapters(tmp_path, shape, stored)
     backend = open_native(kernel, artifacts, shape, BF16)
     slots = [index for index in range(len(RANKS)) for _ in range(index * 4 % 23 + 1)] + [-1]
     for site, layout in zip(SITES, site_layouts(shape), strict=True):
@@ -114,12 +139,13 @@ def test_deltas_of_the_head_are_as_near(kernel: LoraKernel, tmp_path: Path) -> N
     assert ((result - wanted).abs() <= most).all()
 
 
+@pytest.mark.parametrize("stored", ["BF16", "F32"])
 @pytest.mark.parametrize("shape", [TINY_SHAPE, ODD_SHAPE], ids=["even", "odd"])
 def test_a_rows_place_in_a_tile_changes_no_bit(
-    kernel: LoraKernel, tmp_path: Path, shape: ModelShape
+    kernel: LoraKernel, tmp_path: Path, shape: ModelShape, stored: str
 ) -> None:
     """One row alone, at each place of segments of every length, in one piece and scattered."""
-    artifacts = make_adapters(tmp_path, shape)
+    artifacts = make_adapters(tmp_path, shape, stored)
     backend = open_native(kernel, artifacts, shape, BF16)
     for site, layout in zip(SITES, site_layouts(shape), strict=True):
         x = random_rows(70, layout.num_inputs, BF16)
@@ -166,25 +192,70 @@ def test_weights_for_tiles_refuse_rows_of_fp32(kernel: LoraKernel, tmp_path: Pat
         backend.add(y, x, 0, "qkv", batch)
 
 
-def test_adapters_in_fp32_serve_a_bf16_model_beside_those_in_tiles(
+def formats(artifact: AdapterArtifact, site: LoraSite = "qkv") -> SiteFormat:
+    packed = pack_native(artifact, TINY_SHAPE, in_tiles=True)
+    return SiteFormat(packed.sites["format"][SITE_INDEX[site]])
+
+
+def test_weights_take_as_few_planes_as_hold_them(tmp_path: Path) -> None:
+    tensors = lora_tensors(linears=ALL_LINEARS)
+    rounded = {name: _rounded(values) for name, values in tensors.items()}
+    too_large = {name: values + np.float32(3.4e38) for name, values in tensors.items()}
+
+    def read(name: str, tensors: dict[str, Any], dtype: str) -> AdapterArtifact:
+        config = lora_config(target_modules=list(ALL_LINEARS))
+        write_folder(tmp_path / name, config, encode_tensors(tensors, dtype=dtype))
+        return read_adapter(tmp_path / name, limits=AdapterLimits(max_norm=float("inf")))
+
+    assert formats(read("bf16", tensors, "BF16")) is SiteFormat.TILES
+    assert formats(read("fp32 of bf16's values", rounded, "F32")) is SiteFormat.TILES
+    assert formats(read("fp32", tensors, "F32")) is SiteFormat.SPLIT_TILES
+    assert formats(read("fp16", tensors, "F16")) is SiteFormat.SPLIT_TILES
+    assert formats(read("beyond bf16", too_large, "F32")) is SiteFormat.FP32
+
+
+def _rounded(values: Any) -> Any:
+    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def test_two_planes_hold_fp16_exactly_and_fp32_nearly() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halves = halves[np.isfinite(halves)]
+    floats = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
+
+    kept = [_sum_of_planes(values) for values in (halves, floats)]
+
+    assert np.array_equal(kept[0], halves.astype(np.float64))
+    assert (np.abs(kept[1] - floats) <= 2.0**-16 * np.abs(floats)).all()
+    assert tile_planes(np.array([3.4e38], dtype=np.float32)) is None
+
+
+def _sum_of_planes(values: Any) -> Any:
+    planes = tile_planes(values)
+    assert planes is not None
+    return (planes.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
+
+
+def test_adapters_of_every_dtype_serve_beside_each_other(
     kernel: LoraKernel, tmp_path: Path
 ) -> None:
-    """What is not stored in bf16 is not rounded to it: it keeps its own arithmetic, in the same call."""
     artifacts = [
         make_adapter(tmp_path / dtype, rank=16, linears=ALL_LINEARS, dtype=dtype, seed=1)
         for dtype in ("BF16", "F32", "F16")
     ]
-    together = open_native(kernel, artifacts, TINY_SHAPE, BF16)
-    slots = [index % 3 for index in range(50)]
+    packed = [pack_native(artifact, TINY_SHAPE, in_tiles=True) for artifact in artifacts]
+    packed.append(pack_native(artifacts[1], TINY_SHAPE))  # as one beyond bf16 would be
+    together = NativeLora(Slots(packed), TINY_SHAPE, kernel)
+    slots = [index % 4 for index in range(50)]
     for site, layout in zip(SITES, site_layouts(TINY_SHAPE), strict=True):
         x = random_rows(50, layout.num_inputs, BF16)
         y = random_rows(50, layout.num_outputs, BF16, seed=1)
 
         result = run(together, y, x, slots, site)
 
-        for slot, artifact in enumerate(artifacts):
+        for slot, weights in enumerate(packed):
             rows = torch.tensor(slots) == slot
-            apart = open_native(kernel, [artifact], TINY_SHAPE, BF16)
+            apart = NativeLora(Slots([weights]), TINY_SHAPE, kernel)
             own = run(apart, y[rows], x[rows], [0] * int(rows.sum()), site)
             assert torch.equal(result[rows], own)
 
@@ -216,7 +287,7 @@ def test_layout_in_tiles() -> None:
         for size in ((16, 40), (5, 40), (20, 5))
     )
 
-    a, b = tiled_inputs([q_RK, k_RK]), tiled_outputs(b_NR)
+    a, b = tiled_inputs([q_RK[None], k_RK[None]]), tiled_outputs(b_NR[None])[:, 0]
 
     whole, half = a[: 32 * 16 * 2].reshape(32, 16, 2), a[32 * 16 * 2 :].reshape(32, 8, 2)
     assert np.array_equal(whole.transpose(1, 0, 2).reshape(16, 64)[:, :40], q_RK)
@@ -228,3 +299,14 @@ def test_layout_in_tiles() -> None:
     assert np.array_equal(b.transpose(0, 2, 1, 3).reshape(32, 6)[:20, :5], b_NR)
     assert not b[1, :, 4:].any()
     assert not b[:, 2, :, 1].any()
+
+
+def test_planes_of_a_block_follow_each_other() -> None:
+    low, high = (np.full((24, 32), bits, dtype=np.uint16) for bits in (1, 2))
+
+    a, b = tiled_inputs([np.stack((low, high))]), tiled_outputs(np.stack((low, high)))
+
+    assert a.reshape(3, -1, 256)[:, 0, 0].tolist() == [1, 2, 1]
+    assert [len(run) for run in np.split(a, np.flatnonzero(np.diff(a)) + 1)] == [512, 512, 256, 256]
+    assert (b[:, 0, :, :8] == 1).all()
+    assert (b[:, 1, :, :8] == 2).all()

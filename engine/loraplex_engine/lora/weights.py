@@ -20,6 +20,7 @@ from loraplex_kernels.cpu.lora import (
     SITE_DTYPE,
     SiteFormat,
     blocked_outputs,
+    tile_planes,
     tiled_inputs,
     tiled_outputs,
 )
@@ -189,15 +190,12 @@ def pack_native(
     """Lay out all sites one after another, in the order a step reads them.
 
     Args:
-        in_tiles: the rows will be bf16 and the kernel has tiles: bf16 weights are laid out for those.
+        in_tiles: the rows will be bf16 and the kernel has tiles: weights are laid out for those.
     """
     is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
     layouts = site_layouts(shape)
     sites = np.zeros(num_sites(shape), dtype=SITE_DTYPE)
     sites["format"] = SiteFormat.BF16 if is_bf16 else SiteFormat.FP32
-    if is_bf16 and in_tiles:
-        sites["format"] = SiteFormat.TILES
-        sites["format"][embedding_index(shape)] = SiteFormat.BF16  # its A is looked up
     arena = _Arena()
 
     def stored(tensor: TensorView) -> npt.NDArray[Any]:
@@ -215,18 +213,21 @@ def pack_native(
         pairs = pairs_of(index)
         if not any(pairs):
             continue
-        slices_RK = [stored(pair.a) for pair in pairs if pair]
-        is_tiled = site["format"] == SiteFormat.TILES
-        if is_tiled:
-            site["a"] = arena.place(tiled_inputs(slices_RK))
-        elif index == embedding_index(shape):
-            site["a"] = arena.place(np.ascontiguousarray(slices_RK[0].T))
+        is_embedding = index == embedding_index(shape)  # whose A is looked up
+        own = [pair for pair in pairs if pair]
+        tiles = _tiles_of(own) if in_tiles and not is_embedding else None
+        if tiles is not None:
+            site["format"] = tiles.format
+            site["a"] = arena.place(tiles.inputs)
+        elif is_embedding:
+            site["a"] = arena.place(np.ascontiguousarray(stored(own[0].a).T))
         else:
-            site["a"] = arena.place(np.concatenate(slices_RK))
+            site["a"] = arena.place(np.concatenate([stored(pair.a) for pair in own]))
+        outputs = iter(tiles.outputs if tiles else ())
         for position, pair in enumerate(pairs):
             if pair is not None:
-                blocked = tiled_outputs if is_tiled else blocked_outputs
-                site["b"][position] = arena.place(blocked(stored(pair.b)))
+                b = next(outputs) if tiles else blocked_outputs(stored(pair.b))
+                site["b"][position] = arena.place(b)
                 site["scale"][position] = pair.scale
                 site["rank"][position] = pair.rank
         site["rank_total"] = site["rank"].sum()
@@ -236,6 +237,38 @@ def pack_native(
     sites["a"][sites["rank_total"] > 0] += np.uint64(memory.ctypes.data)
     sites["b"][sites["rank"] > 0] += np.uint64(memory.ctypes.data)
     return NativeWeights(sites, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """A site's weights in the layout for matrix tiles."""
+
+    format: SiteFormat
+    inputs: npt.NDArray[np.uint16]
+    outputs: list[npt.NDArray[np.uint16]]  # by slice that the adapter has
+
+
+def _tiles_of(pairs: list[LoraPair]) -> _Tiles | None:
+    """In as few planes as hold what is stored; None: bf16 cannot hold some of it."""
+    planes = []
+    for tensor in (half for pair in pairs for half in (pair.a, pair.b)):
+        if tensor.dtype == "BF16":
+            planes.append(tensor.bits()[None])
+        else:
+            split = tile_planes(tensor.to_float32())
+            if split is None:
+                return None
+            planes.append(split)
+    if not any(len(split) > 1 and split[0].any() for split in planes):
+        planes = [split[-1:] for split in planes]
+    else:
+        # Those of one plane get a low one of zeros.
+        planes = [np.concatenate([np.zeros_like(p), p]) if len(p) == 1 else p for p in planes]
+    return _Tiles(
+        SiteFormat.TILES if len(planes[0]) == 1 else SiteFormat.SPLIT_TILES,
+        tiled_inputs(planes[::2]),
+        [tiled_outputs(split) for split in planes[1::2]],
+    )
 
 
 class _Arena:

@@ -49,6 +49,7 @@ lora_add_call lora_add;
 
 /* ------------------------------------------------------------------------------------- weights */
 
+/* LORA_TILES: one plane of bf16; LORA_TILES + 1: two. Only with bf16 rows, never an embedding's. */
 enum { LORA_FP32, LORA_BF16, LORA_TILES };
 
 /* One (layer, site) of one adapter; all zero where the adapter does not touch the site. */
@@ -57,7 +58,7 @@ typedef struct {
     const void *b[LORA_SLICES];
     float scale[LORA_SLICES];
     int32_t rank[LORA_SLICES];
-    int32_t format; /* LORA_TILES: only with bf16 rows, never an embedding's */
+    int32_t format;
     int32_t rank_total;
 } lora_site;
 
@@ -100,6 +101,8 @@ typedef struct {
     int begin;
     int end;
 } lora_chunk;
+
+INLINE int lora_planes(const lora_site *site) { return site->format - LORA_TILES + 1; }
 
 INLINE int lora_padded_total(const lora_site *site) {
     int total = 0;
@@ -286,8 +289,8 @@ static void lora_shrink_in_tiles(const lora_call *call, lora_chunk chunk, int fi
     }
     const size_t h_stride = 2 * (size_t)step->h_stride;
     const lora_tile_ranks ranks = {site->scale, site->rank, LORA_SLICES, lora_padded_total(site)};
-    lora_tiles_shrink(&worker->shape, x, x_stride, site->a, steps, num_rows, ranks, first, end,
-                      (uint16_t *)step->h + (size_t)chunk.begin * h_stride, h_stride);
+    lora_tiles_shrink(&worker->shape, x, x_stride, site->a, steps, (size_t)lora_planes(site), num_rows,
+                      ranks, first, end, (uint16_t *)step->h + (size_t)chunk.begin * h_stride, h_stride);
 }
 
 /* Columns [first, end), of LORA_TILE_OUTPUTS outputs each, of one slice for a chunk of up to LORA_TILE rows. */
@@ -306,7 +309,7 @@ static void lora_expand_in_tiles(const lora_call *call, lora_chunk chunk, int sl
         y_index[i] = (size_t)step->rows[chunk.begin + i] * (size_t)call->num_outputs +
                      (size_t)call->slice_begin[slice];
     lora_tiles_expand(&worker->shape, call->y, y_index, chunk.end - chunk.begin, h, h + lo_at,
-                      h_stride * sizeof(uint16_t), site->b[slice], site->rank[slice],
+                      h_stride * sizeof(uint16_t), site->b[slice], lora_planes(site), site->rank[slice],
                       (size_t)first * LORA_TILE_OUTPUTS, stop < width ? stop : width);
 }
 #endif
@@ -323,9 +326,9 @@ static lora_share lora_shrink_share(const lora_call *call, lora_chunk chunk) {
     const lora_site *site = chunk.site;
     const int64_t rows = chunk.end - chunk.begin;
     if (call->x == NULL) return (lora_share){1, (rows + LORA_READ_COST) * site->rank_total};
-    if (site->format == LORA_TILES)
+    if (site->format >= LORA_TILES)
         return (lora_share){(lora_padded_total(site) + LORA_TILE - 1) / LORA_TILE,
-                            (int64_t)LORA_TILE * call->num_inputs};
+                            (int64_t)LORA_TILE * lora_planes(site) * call->num_inputs};
     return (lora_share){(site->rank_total + TILE_COLS - 1) / TILE_COLS,
                         (rows + LORA_READ_COST) * TILE_COLS * call->num_inputs};
 }
@@ -334,9 +337,9 @@ static lora_share lora_expand_share(const lora_call *call, lora_chunk chunk, int
     const lora_site *site = chunk.site;
     const int64_t rows = chunk.end - chunk.begin, rank = site->rank[slice];
     const int width = call->slice_begin[slice + 1] - call->slice_begin[slice];
-    if (site->format == LORA_TILES)
+    if (site->format >= LORA_TILES)
         return (lora_share){(width + LORA_TILE_OUTPUTS - 1) / LORA_TILE_OUTPUTS,
-                            (rank + LORA_ADD_COST * rows) * LORA_TILE_OUTPUTS};
+                            (rank * lora_planes(site) + LORA_ADD_COST * rows) * LORA_TILE_OUTPUTS};
     return (lora_share){(width + LORA_OUT_BLOCK - 1) / LORA_OUT_BLOCK,
                         (rows + LORA_READ_COST) * (rank + 2) * LORA_OUT_BLOCK};
 }
@@ -353,7 +356,7 @@ static void lora_shrink_some(const lora_call *call, lora_chunk chunk, lora_share
     if (call->x == NULL)
         lora_look_up(call, chunk);
 #if HAS_LORA_TILES
-    else if (chunk.site->format == LORA_TILES)
+    else if (chunk.site->format >= LORA_TILES)
         lora_shrink_in_tiles(call, chunk, first, end, worker);
 #endif
     else
@@ -364,7 +367,7 @@ static void lora_shrink_some(const lora_call *call, lora_chunk chunk, lora_share
 static void lora_expand_some(const lora_call *call, lora_chunk chunk, int slice, int first, int end,
                              lora_worker *worker) {
 #if HAS_LORA_TILES
-    if (chunk.site->format == LORA_TILES) {
+    if (chunk.site->format >= LORA_TILES) {
         lora_expand_in_tiles(call, chunk, slice, first, end, worker);
         return;
     }
@@ -383,7 +386,7 @@ static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int6
         lora_chunk chunk = {.site = step->sites[g] + call->site_index};
         const lora_site *site = chunk.site;
         if (site->rank_total == 0) continue;
-        const int most = site->format == LORA_TILES ? LORA_TILE : LORA_CHUNK;
+        const int most = site->format >= LORA_TILES ? LORA_TILE : LORA_CHUNK;
         for (chunk.begin = step->begins[g]; chunk.begin < step->begins[g + 1]; chunk.begin = chunk.end) {
             chunk.end = chunk.begin + most;
             if (chunk.end > step->begins[g + 1]) chunk.end = step->begins[g + 1];

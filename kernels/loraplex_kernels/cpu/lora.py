@@ -35,7 +35,9 @@ class SiteFormat(IntEnum):
 
     FP32 = 0
     BF16 = 1
-    TILES = 2  # bf16, for matrix tiles: only for bf16 rows, and not of an embedding
+    # For matrix tiles, in one plane of bf16 or in two: only for bf16 rows, and not of an embedding.
+    TILES = 2
+    SPLIT_TILES = 3
 
 
 # lora_site in lora.c
@@ -106,7 +108,7 @@ class LoraStep:
         # `padded_rank` adds no more than a sixteenth and one.
         max_rank += max_rank // 16 + MAX_SLICES
         h_stride, wide_stride = _round_up(max_rank, _LINE), _round_up(max_inputs, _TILE_K)
-        self.is_tiled = any((table["format"] == SiteFormat.TILES).any() for table in site_tables)
+        self.is_tiled = any((table["format"] >= SiteFormat.TILES).any() for table in site_tables)
         self._sites = np.array([table.ctypes.data for table in site_tables], dtype=np.uint64)
         self._rows = np.ascontiguousarray(rows, dtype=np.int32)
         self._begins = np.zeros(len(group_sizes) + 1, dtype=np.int32)
@@ -147,29 +149,48 @@ def padded_rank(rank: int) -> int:
     return steps * _round_up(-(-rank // max(steps, 1)), 2)
 
 
-def tiled_inputs(slices_RK: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
-    """The A of a site's slices, as bits of bf16, in the order of lora_tiles.h, as one flat array."""
-    num_inputs = slices_RK[0].shape[1]
-    num_ranks = _round_up(sum(padded_rank(len(a_RK)) for a_RK in slices_RK), _HALF_TILE)
-    padded = np.zeros((num_ranks, _round_up(num_inputs, _TILE_K)), dtype=np.uint16)
+def tile_planes(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16] | None:
+    """Weights as sums of two bf16: (2, *shape) of bits, what is low first, within 2^-16 of each weight.
+
+    fp16 is kept exactly, and of what bf16 holds the low plane is zero. None: some are too large for bf16.
+    """
+    wide = torch.from_numpy(weights.copy())  # torch wants it writable
+    high = wide.bfloat16()
+    if not bool(torch.isfinite(high).all()):
+        return None
+    low = (wide - high.float()).bfloat16()
+    return torch.stack((low, high)).view(torch.uint16).numpy()
+
+
+def tiled_inputs(slices_PRK: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
+    """The A of a site's slices, as planes of bits of bf16, in the order of lora_tiles.h, as one flat array."""
+    num_planes, _, num_inputs = slices_PRK[0].shape
+    num_ranks = _round_up(sum(padded_rank(a_PRK.shape[1]) for a_PRK in slices_PRK), _HALF_TILE)
+    padded = np.zeros((num_planes, num_ranks, _round_up(num_inputs, _TILE_K)), dtype=np.uint16)
     begin = 0
-    for a_RK in slices_RK:
-        padded[begin : begin + len(a_RK), :num_inputs] = a_RK
-        begin += padded_rank(len(a_RK))
+    for a_PRK in slices_PRK:
+        rank = a_PRK.shape[1]
+        padded[:, begin : begin + rank, :num_inputs] = a_PRK
+        begin += padded_rank(rank)
     blocks = [
-        block_RK.reshape(len(block_RK), -1, 2).transpose(1, 0, 2).reshape(-1)
-        for block_RK in np.split(padded, range(_TILE, num_ranks, _TILE))
+        block_PRK.reshape(*block_PRK.shape[:2], -1, 2).transpose(0, 2, 1, 3).reshape(-1)
+        for block_PRK in np.split(padded, range(_TILE, num_ranks, _TILE), axis=1)
     ]
     return np.concatenate(blocks)
 
 
-def tiled_outputs(b_NR: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    """The B (N, R) of a slice, as bits of bf16: (ceil(N / 16), padded rank / 2, 16, 2), padded with zeros."""
-    num_outputs, rank = b_NR.shape
-    padded = np.zeros((_round_up(num_outputs, _TILE), padded_rank(rank)), dtype=np.uint16)
-    padded[:num_outputs, :rank] = b_NR
-    tiles = padded.reshape(-1, _TILE, padded.shape[1] // 2, 2)
-    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
+def tiled_outputs(b_PNR: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    """The B of a slice, as planes (P, N, R) of bits of bf16, padded with zeros.
+
+    Returns:
+        (ceil(N / 16), P, padded rank / 2, 16, 2).
+    """
+    num_planes, num_outputs, rank = b_PNR.shape
+    size = num_planes, _round_up(num_outputs, _TILE), padded_rank(rank)
+    padded = np.zeros(size, dtype=np.uint16)
+    padded[:, :num_outputs, :rank] = b_PNR
+    tiles = padded.reshape(num_planes, -1, _TILE, size[2] // 2, 2)
+    return np.ascontiguousarray(tiles.transpose(1, 0, 3, 2, 4))
 
 
 def _round_up(count: int, multiple: int) -> int:

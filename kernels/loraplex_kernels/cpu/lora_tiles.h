@@ -1,16 +1,18 @@
-/* LoRA on bf16 rows and bf16 weights in the CPU's matrix tiles (amx.h): up to 16 rows of one adapter at a time.
+/* LoRA on bf16 rows in the CPU's matrix tiles (amx.h): up to 16 rows of one adapter at a time.
  *
- * Both halves are products in tiles, for every number of rows, each sum in one fixed order:
- *   - shrink, h[r] = scale * <a[r], x>, in steps of 32 k;
+ * Weights are one or two planes of bf16: bf16 as stored, or else w = low + high, within 2^-16 |w| of what is
+ * stored, and exact for fp16. Both halves are products in tiles, for every number of rows, each sum in one fixed order:
+ *   - shrink, h[r] = scale * <a[r], x>, low before high, in steps of 32 k;
  *   - h is split into two bf16, h = hi + lo, within 2^-16 |h| of it, so that B may meet it in tiles. (One bf16,
  *     as PEFT keeps h of a bf16 model, would be within 2^-8 |h|.) Beyond bf16's largest number hi is Inf;
- *   - expand, d[n] = sum over steps of ranks of <b[n], lo> + <b[n], hi>; y[n] = round(y[n] + d[n]), once.
+ *   - expand, d[n] = sum over planes, low before high, and steps of ranks of <b[n], lo> + <b[n], hi>;
+ *     y[n] = round(y[n] + d[n]), once.
  * Subnormal numbers count as zero, in a tile and where a number is rounded to bf16.
  *
  * Layout. A slice's ranks are padded with zeros to `lora_padded_rank`: equal steps of at most 32, each even.
  *   a: the padded ranks of all slices side by side, to a multiple of 8, in blocks of 16, the last of 16 or 8:
- *      by block (ceil(K / 32) * 16 pairs of k, ranks of the block, 2), zeros for k that do not exist;
- *   b: of a slice, (ceil(N / 16), padded rank / 2, 16 outputs, 2), zeros for outputs that do not exist;
+ *      by block (planes, ceil(K / 32) * 16 pairs of k, ranks of the block, 2), zeros for k that do not exist;
+ *   b: of a slice, (ceil(N / 16), planes, padded rank / 2, 16 outputs, 2), zeros for outputs that do not exist;
  *   h: of a row, hi of all padded ranks, to a multiple of 16, and then lo of as many.
  */
 #ifndef LORAPLEX_LORA_TILES_H
@@ -79,17 +81,18 @@ INLINE __m512 lora_widen(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* Adds up `steps` products of x with `full` blocks of 16 ranks and, if `narrow`, one of 8. */
+/* Adds up `planes` times `steps` products of x with `full` blocks of 16 ranks and, if `narrow`, one of 8. */
 INLINE void lora_tiles_dots(const char *x, size_t x_stride, const char *a, size_t block_bytes,
-                            size_t steps, int full, int narrow) {
+                            size_t steps, size_t planes, int full, int narrow) {
     const char *last = a + (size_t)full * block_bytes;
     if (full > 0) _tile_zero(0);
     if (full > 1) _tile_zero(1);
     if (full > 2) _tile_zero(2);
     if (narrow) _tile_zero(3);
-    for (size_t k = 0; k < steps; k++) {
+    for (size_t k = 0, x_k = 0; k < planes * steps; k++, x_k++) {
+        if (x_k == steps) x_k = 0;
         const char *a_k = a + k * (AMX_ROWS * AMX_ROW_BYTES);
-        _tile_loadd(4, x + k * AMX_ROW_BYTES, x_stride);
+        _tile_loadd(4, x + x_k * AMX_ROW_BYTES, x_stride);
         if (full > 0) {
             lora_fetch(a_k + LORA_AHEAD, AMX_ROWS * AMX_ROW_BYTES);
             _tile_loadd(5, a_k, AMX_ROW_BYTES);
@@ -152,10 +155,10 @@ static void lora_tiles_split(const float *sum, int rows, lora_tile_ranks ranks, 
 /* Blocks [first, end) of a chunk's ranks. x has `rows` rows of whole steps, x_stride bytes apart; h_stride is in
  * halves of floats. */
 static void lora_tiles_shrink(lora_tile_shape *shape, const char *x, size_t x_stride, const char *a,
-                              size_t steps, int rows, lora_tile_ranks ranks, int first, int end,
-                              uint16_t *h, size_t h_stride) {
+                              size_t steps, size_t planes, int rows, lora_tile_ranks ranks, int first,
+                              int end, uint16_t *h, size_t h_stride) {
     float sum[4][LORA_TILE * LORA_TILE] __attribute__((aligned(64)));
-    const size_t block_bytes = steps * AMX_ROWS * AMX_ROW_BYTES;
+    const size_t block_bytes = planes * steps * AMX_ROWS * AMX_ROW_BYTES;
     const int padded = (ranks.padded_total + 7) / 8 * 8, num_full = padded / LORA_TILE;
     lora_tiles_configure(shape, (lora_tile_shape){rows, 0});
     amx_written();
@@ -165,13 +168,13 @@ static void lora_tiles_shrink(lora_tile_shape *shape, const char *x, size_t x_st
         const int narrow = block + full == num_full && end > num_full;
         const char *from = a + (size_t)block * block_bytes;
         switch (2 * full + narrow) {
-        case 1: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 0, 1); break;
-        case 2: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 1, 0); break;
-        case 3: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 1, 1); break;
-        case 4: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 2, 0); break;
-        case 5: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 2, 1); break;
-        case 6: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 3, 0); break;
-        default: lora_tiles_dots(x, x_stride, from, block_bytes, steps, 3, 1); break;
+        case 1: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 0, 1); break;
+        case 2: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 1, 0); break;
+        case 3: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 1, 1); break;
+        case 4: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 2, 0); break;
+        case 5: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 2, 1); break;
+        case 6: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 3, 0); break;
+        default: lora_tiles_dots(x, x_stride, from, block_bytes, steps, planes, 3, 1); break;
         }
         if (full > 0) _tile_stored(0, sum[0], AMX_ROW_BYTES);
         if (full > 1) _tile_stored(1, sum[1], AMX_ROW_BYTES);
@@ -185,16 +188,17 @@ static void lora_tiles_shrink(lora_tile_shape *shape, const char *x, size_t x_st
 
 /* d of up to four blocks of outputs, into tiles of sums. */
 INLINE void lora_tiles_weigh(const uint16_t *hi, const uint16_t *lo, size_t h_bytes, const char *b,
-                             size_t block_bytes, int rank_step, int steps, int blocks) {
+                             size_t block_bytes, int rank_step, int steps, int planes, int blocks) {
     _tile_zero(0);
     if (blocks > 1) _tile_zero(1);
     if (blocks > 2) _tile_zero(2);
     if (blocks > 3) _tile_zero(3);
-    for (int s = 0; s < steps; s++) {
+    for (int s = 0, h_s = 0; s < planes * steps; s++, h_s++) {
+        if (h_s == steps) h_s = 0;
         /* One step's h stays in its tiles from one group of blocks to the next. */
         if (steps > 1) {
-            _tile_loadd(4, lo + s * rank_step, h_bytes);
-            _tile_loadd(5, hi + s * rank_step, h_bytes);
+            _tile_loadd(4, lo + h_s * rank_step, h_bytes);
+            _tile_loadd(5, hi + h_s * rank_step, h_bytes);
         }
         const char *b_s = b + (size_t)(s * rank_step / 2) * AMX_ROW_BYTES;
         _tile_loadd(6, b_s, AMX_ROW_BYTES);
@@ -242,11 +246,11 @@ INLINE void lora_tiles_add(uint16_t *y, const float *d, size_t count) {
  * and lo of the slice's first rank. */
 static void lora_tiles_expand(lora_tile_shape *shape, uint16_t *y, const size_t *y_index, int rows,
                               const uint16_t *hi, const uint16_t *lo, size_t h_bytes, const char *b,
-                              int rank, size_t n, size_t end) {
+                              int planes, int rank, size_t n, size_t end) {
     float sum[LORA_TILE * LORA_TILE_OUTPUTS] __attribute__((aligned(64)));
     const size_t sum_bytes = LORA_TILE_OUTPUTS * sizeof(float);
     const int rank_step = lora_rank_step(rank), steps = lora_padded_rank(rank) / rank_step;
-    const size_t block_bytes = (size_t)(lora_padded_rank(rank) / 2) * AMX_ROW_BYTES;
+    const size_t block_bytes = (size_t)(planes * lora_padded_rank(rank) / 2) * AMX_ROW_BYTES;
     lora_tiles_configure(shape, (lora_tile_shape){rows, rank_step});
     amx_written();
     _tile_loadd(4, lo, h_bytes);
@@ -257,10 +261,10 @@ static void lora_tiles_expand(lora_tile_shape *shape, uint16_t *y, const size_t 
         const int blocks = (int)(count + LORA_TILE - 1) / LORA_TILE;
         lora_fetch(b_n + LORA_AHEAD, (size_t)blocks * block_bytes);
         switch (blocks) {
-        case 1: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 1); break;
-        case 2: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 2); break;
-        case 3: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 3); break;
-        default: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, 4); break;
+        case 1: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, planes, 1); break;
+        case 2: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, planes, 2); break;
+        case 3: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, planes, 3); break;
+        default: lora_tiles_weigh(hi, lo, h_bytes, b_n, block_bytes, rank_step, steps, planes, 4); break;
         }
         _tile_stored(0, sum, sum_bytes);
         if (blocks > 1) _tile_stored(1, sum + LORA_TILE, sum_bytes);
