@@ -58,6 +58,15 @@ def test_one_number_that_is_none_is_found_and_stays_in_its_row(
     assert best.id_R[others].tolist() == expected[others].tolist()
 
 
+def test_as_many_rows_as_threads_share_are_each_scanned(scan: RowScan) -> None:
+    logits = torch.randn(90, 12_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    best = scan(logits)
+
+    assert best.id_R.tolist() == logits.float().numpy().argmax(axis=1).tolist()
+    assert best.is_finite_R.all()
+
+
 def test_rows_may_lie_apart_and_be_more_than_before(scan: RowScan) -> None:
     wide = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
     wide[:, 40:] = torch.nan

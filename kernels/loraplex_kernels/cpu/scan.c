@@ -12,8 +12,9 @@
 #include "v16.h"
 
 #define SCAN_BLOCK 1024
-/* As many numbers as one thread scans in the time that another takes to wake. */
-#define SCAN_GRAIN 131072
+/* Threads share so many numbers or more, which take one of them 100 to 200 us: who waits for a thread that has no CPU
+ * of its own just then waits for longer than that. */
+#define SCAN_GRAIN 1048576
 
 INLINE float scan_at(const void *row, int64_t at, int is_bf16) {
     return is_bf16 ? widen_bf16(((const uint16_t *)row)[at]) : ((const float *)row)[at];
