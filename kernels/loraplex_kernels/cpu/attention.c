@@ -12,6 +12,10 @@
  * computed and then selected away, never multiplied with zero, and their values are not read for that
  * row, so that NaN in unwritten, foreign or later slots cannot reach it.
  *
+ * bf16 is computed in tiles in hardware where the CPU has them (attention_amx.h), with bits of their own and
+ * therefore for every number of rows. There a value that a row does not see is multiplied with a weight of zero,
+ * which changes nothing, but only if it is finite; else zeros stand in its place for that row.
+ *
  * Layout of a token's slot: keys of all kv heads, then values, (2, num_kv_heads, head_dim), bf16 or
  * fp32. Accumulation is fp32; the output is rounded once.
  * Source: online softmax, arXiv 1805.02867; tiling as in FlashAttention, arXiv 2205.14135; joining of
@@ -787,8 +791,8 @@ INLINE void attention_tile_score_turned(const attention_work *work, const attent
     }
 }
 
-/* A group against its head's packed keys and values. One after the other: with several groups at each step, or a
- * group's steps between its neighbours', more memory is in use at a time than the nearest cache holds. */
+/* A group against its head's packed keys and values. Groups one after the other: their steps in any other order
+ * were not faster, and need more memory at a time. */
 static void attention_tile_some(const attention_work *work, const attention_tile_group *group) {
     const attention_tile_head *head = group->head;
     const size_t width = attention_sum_width(work->call->shape);

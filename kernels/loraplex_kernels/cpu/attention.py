@@ -31,7 +31,7 @@ _MIN_TILES: Final = 4
 _MAX_PARTIALS: Final = 2**24
 # Cost of a key beside a row's work on it, in rows: it comes from memory, and is packed.
 _KEY_COST: Final = 6
-_KEY_COST_IN_TILES: Final = 24
+_KEY_COST_IN_TILES: Final = 32
 
 # attention_item in attention.c
 ITEM_DTYPE: Final = np.dtype(
