@@ -86,8 +86,8 @@ def open_native(
     kernel: LoraKernel, artifacts: list[AdapterArtifact], shape: ModelShape, dtype: torch.dtype
 ) -> NativeLora:
     """As the engine does: weights are laid out for matrix tiles where this CPU has them for such rows."""
-    in_tiles = kernel.has_tiles and dtype is torch.bfloat16
-    packed = [pack_native(a, shape, in_tiles=in_tiles) for a in artifacts]
+    tiles = kernel if kernel.has_tiles and dtype is torch.bfloat16 else None
+    packed = [pack_native(a, shape, tiles=tiles) for a in artifacts]
     return NativeLora(Slots(packed), shape, kernel)
 
 

@@ -18,16 +18,12 @@ from loraplex_engine.artifact import (
     read_adapter,
 )
 from loraplex_engine.lora.backend import NativeLora
-from loraplex_engine.lora.seam import LoraSite
 from loraplex_engine.lora.sites import SITE_INDEX, SITES, site_layouts
 from loraplex_engine.lora.weights import pack_native
 from loraplex_kernels.cpu.lora import (
     LoraKernel,
     SiteFormat,
     padded_rank,
-    tile_planes,
-    tiled_inputs,
-    tiled_outputs,
 )
 from torch import Tensor
 
@@ -58,11 +54,16 @@ RANKS = [1, 5, 8, 13, 16, 24, 31, 33, 48, 64, 256]
 
 
 @pytest.fixture(scope="module")
-def kernel(pytestconfig: pytest.Config) -> LoraKernel:
-    kernel = LoraKernel(native_cache_dir(pytestconfig))
-    if not kernel.has_tiles:
+def packer(pytestconfig: pytest.Config) -> LoraKernel:
+    """Lays out weights on any CPU."""
+    return LoraKernel(native_cache_dir(pytestconfig))
+
+
+@pytest.fixture(scope="module")
+def kernel(packer: LoraKernel) -> LoraKernel:
+    if not packer.has_tiles:
         pytest.skip("this CPU, or its kernel, has no matrix tiles (AMX) for bf16")
-    return kernel
+    return packer
 
 
 def make_adapters(folder: Path, shape: ModelShape, dtype: str = "BF16") -> list[AdapterArtifact]:
@@ -181,7 +182,7 @@ def test_inf_in_one_row_leaves_its_tile_alone(kernel: LoraKernel, tmp_path: Path
 
 def test_weights_for_tiles_refuse_rows_of_fp32(kernel: LoraKernel, tmp_path: Path) -> None:
     artifact = make_adapter(tmp_path, rank=8, linears=ALL_LINEARS)
-    packed = pack_native(artifact, TINY_SHAPE, in_tiles=True)
+    packed = pack_native(artifact, TINY_SHAPE, tiles=kernel)
     backend = NativeLora(Slots([packed]), TINY_SHAPE, kernel)
     batch = backend.prepare(np.zeros(2, dtype=np.int32), 0)
     assert batch is not None
@@ -192,48 +193,60 @@ def test_weights_for_tiles_refuse_rows_of_fp32(kernel: LoraKernel, tmp_path: Pat
         backend.add(y, x, 0, "qkv", batch)
 
 
-def formats(artifact: AdapterArtifact, site: LoraSite = "qkv") -> SiteFormat:
-    packed = pack_native(artifact, TINY_SHAPE, in_tiles=True)
-    return SiteFormat(packed.sites["format"][SITE_INDEX[site]])
-
-
-def test_weights_take_as_few_planes_as_hold_them(tmp_path: Path) -> None:
+def test_weights_take_as_few_planes_as_hold_them(packer: LoraKernel, tmp_path: Path) -> None:
     tensors = lora_tensors(linears=ALL_LINEARS)
     rounded = {name: _rounded(values) for name, values in tensors.items()}
     too_large = {name: values + np.float32(3.4e38) for name, values in tensors.items()}
 
-    def read(name: str, tensors: dict[str, Any], dtype: str) -> AdapterArtifact:
+    def format_of(name: str, tensors: dict[str, Any], dtype: str) -> SiteFormat:
         config = lora_config(target_modules=list(ALL_LINEARS))
         write_folder(tmp_path / name, config, encode_tensors(tensors, dtype=dtype))
-        return read_adapter(tmp_path / name, limits=AdapterLimits(max_norm=float("inf")))
+        artifact = read_adapter(tmp_path / name, limits=AdapterLimits(max_norm=float("inf")))
+        packed = pack_native(artifact, TINY_SHAPE, tiles=packer)
+        return SiteFormat(packed.sites["format"][SITE_INDEX["qkv"]])
 
-    assert formats(read("bf16", tensors, "BF16")) is SiteFormat.TILES
-    assert formats(read("fp32 of bf16's values", rounded, "F32")) is SiteFormat.TILES
-    assert formats(read("fp32", tensors, "F32")) is SiteFormat.SPLIT_TILES
-    assert formats(read("fp16", tensors, "F16")) is SiteFormat.SPLIT_TILES
-    assert formats(read("beyond bf16", too_large, "F32")) is SiteFormat.FP32
+    assert format_of("bf16", tensors, "BF16") is SiteFormat.TILES
+    assert format_of("fp32 of bf16's values", rounded, "F32") is SiteFormat.TILES
+    assert format_of("fp32", tensors, "F32") is SiteFormat.SPLIT_TILES
+    assert format_of("fp16", tensors, "F16") is SiteFormat.SPLIT_TILES
+    assert format_of("beyond bf16", too_large, "F32") is SiteFormat.FP32
 
 
 def _rounded(values: Any) -> Any:
     return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
 
 
-def test_two_planes_hold_fp16_exactly_and_fp32_nearly() -> None:
+def test_two_planes_hold_fp16_exactly_and_fp32_nearly(packer: LoraKernel) -> None:
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     halves = halves[np.isfinite(halves)]
     floats = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
 
-    kept = [_sum_of_planes(values) for values in (halves, floats)]
+    kept = [_sum_of_planes(packer, values) for values in (halves, floats)]
 
     assert np.array_equal(kept[0], halves.astype(np.float64))
     assert (np.abs(kept[1] - floats) <= 2.0**-16 * np.abs(floats)).all()
-    assert tile_planes(np.array([3.4e38], dtype=np.float32)) is None
 
 
-def _sum_of_planes(values: Any) -> Any:
-    planes = tile_planes(values)
-    assert planes is not None
-    return (planes.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
+def _sum_of_planes(packer: LoraKernel, values: Any) -> Any:
+    """Of the outputs of an adapter of rank 1, in order."""
+    assert packer.count_planes(values) == 2
+    packed = packer.tiled_outputs(values.reshape(-1, 1), 2)[:, :, 0, :, 0]
+    wide = (packed.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return wide.sum(axis=1).reshape(-1)[: len(values)]
+
+
+@pytest.mark.parametrize(
+    ("weight", "planes"),
+    [(0.0, 1), (-1.5, 1), (1 + 2**-9, 2), (3.3895e38, 1), (3.3961e38, 2), (3.3962e38, 0)],
+)
+def test_planes_end_where_bf16_rounds_to_infinity(
+    packer: LoraKernel, weight: float, planes: int
+) -> None:
+    largest = float(torch.finfo(BF16).max)
+    weights = np.array([1.0, largest if planes == 1 and weight > 1 else weight], dtype=np.float32)
+
+    assert packer.count_planes(weights) == planes
+    assert bool(torch.isfinite(torch.from_numpy(weights).bfloat16()).all()) is (planes > 0)
 
 
 def test_adapters_of_every_dtype_serve_beside_each_other(
@@ -243,7 +256,7 @@ def test_adapters_of_every_dtype_serve_beside_each_other(
         make_adapter(tmp_path / dtype, rank=16, linears=ALL_LINEARS, dtype=dtype, seed=1)
         for dtype in ("BF16", "F32", "F16")
     ]
-    packed = [pack_native(artifact, TINY_SHAPE, in_tiles=True) for artifact in artifacts]
+    packed = [pack_native(artifact, TINY_SHAPE, tiles=kernel) for artifact in artifacts]
     packed.append(pack_native(artifacts[1], TINY_SHAPE))  # as one beyond bf16 would be
     together = NativeLora(Slots(packed), TINY_SHAPE, kernel)
     slots = [index % 4 for index in range(50)]
@@ -260,11 +273,11 @@ def test_adapters_of_every_dtype_serve_beside_each_other(
             assert torch.equal(result[rows], own)
 
 
-def test_size_of_an_adapter_in_tiles_counts_its_padding(tmp_path: Path) -> None:
+def test_size_of_an_adapter_in_tiles_counts_its_padding(packer: LoraKernel, tmp_path: Path) -> None:
     """What the pool is told is all that is mapped: weights, padding and the table."""
     artifact = make_adapter(tmp_path, ODD_SHAPE, rank=5, linears=["q_proj", "k_proj"])
 
-    packed = pack_native(artifact, ODD_SHAPE, in_tiles=True)
+    packed = pack_native(artifact, ODD_SHAPE, tiles=packer)
 
     # Ranks 6 + 6, to 16; K from 75 to 96; outputs 75 and 25 to 80 and 32; parts begin at multiples of 64 bytes.
     weights = [16 * 96, 80 * 6, 32 * 6]
@@ -279,7 +292,7 @@ def test_ranks_are_padded_to_equal_even_steps(rank: int, padded: int) -> None:
     assert padded_rank(rank) == padded
 
 
-def test_layout_in_tiles() -> None:
+def test_layout_in_tiles(packer: LoraKernel) -> None:
     """Pairs of k, or of ranks, side by side; see lora_tiles.h."""
     random = np.random.default_rng(0)
     q_RK, k_RK, b_NR = (
@@ -287,7 +300,7 @@ def test_layout_in_tiles() -> None:
         for size in ((16, 40), (5, 40), (20, 5))
     )
 
-    a, b = tiled_inputs([q_RK[None], k_RK[None]]), tiled_outputs(b_NR[None])[:, 0]
+    a, b = packer.tiled_inputs([q_RK, k_RK], 1), packer.tiled_outputs(b_NR, 1)[:, 0]
 
     whole, half = a[: 32 * 16 * 2].reshape(32, 16, 2), a[32 * 16 * 2 :].reshape(32, 8, 2)
     assert np.array_equal(whole.transpose(1, 0, 2).reshape(16, 64)[:, :40], q_RK)
@@ -301,12 +314,19 @@ def test_layout_in_tiles() -> None:
     assert not b[:, 2, :, 1].any()
 
 
-def test_planes_of_a_block_follow_each_other() -> None:
-    low, high = (np.full((24, 32), bits, dtype=np.uint16) for bits in (1, 2))
+def test_planes_of_a_block_follow_each_other(packer: LoraKernel) -> None:
+    weights = np.full((24, 32), 1 + 2**-12, dtype=np.float32)
+    low, high = bf16_bits(np.array([2**-12, 1], dtype=np.float32)).tolist()
 
-    a, b = tiled_inputs([np.stack((low, high))]), tiled_outputs(np.stack((low, high)))
+    a, b = packer.tiled_inputs([weights], 2), packer.tiled_outputs(weights, 2)
 
-    assert a.reshape(3, -1, 256)[:, 0, 0].tolist() == [1, 2, 1]
-    assert [len(run) for run in np.split(a, np.flatnonzero(np.diff(a)) + 1)] == [512, 512, 256, 256]
-    assert (b[:, 0, :, :8] == 1).all()
-    assert (b[:, 1, :, :8] == 2).all()
+    runs = np.split(a, np.flatnonzero(np.diff(a)) + 1)
+    assert [(len(run), run[0]) for run in runs] == [
+        (512, low),
+        (512, high),
+        (256, low),
+        (256, high),
+    ]
+    assert (b[0, 0] == low).all()
+    assert (b[0, 1] == high).all()
+    assert (b[1, :, :, 8:] == 0).all()

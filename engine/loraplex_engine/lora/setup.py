@@ -147,10 +147,10 @@ def _open_parts(
         return _Parts(
             TorchLora.name, pack_torch, lambda slots, _, shape, __: TorchLora(slots, shape)
         )
-    in_tiles = kernel.has_tiles and dtype is torch.bfloat16
+    tiles = kernel if kernel.has_tiles and dtype is torch.bfloat16 else None
     return _Parts(
         NativeLora.name,
-        partial(pack_native, in_tiles=in_tiles),
+        partial(pack_native, tiles=tiles),
         lambda slots, _, shape, __: NativeLora(slots, shape, kernel),
     )
 

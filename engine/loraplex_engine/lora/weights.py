@@ -18,11 +18,9 @@ import numpy.typing as npt
 import torch
 from loraplex_kernels.cpu.lora import (
     SITE_DTYPE,
+    LoraKernel,
     SiteFormat,
     blocked_outputs,
-    tile_planes,
-    tiled_inputs,
-    tiled_outputs,
 )
 from torch import Tensor
 
@@ -185,12 +183,12 @@ class NativeWeights:
 
 
 def pack_native(
-    artifact: AdapterTensors, shape: ModelShape, *, in_tiles: bool = False
+    artifact: AdapterTensors, shape: ModelShape, *, tiles: LoraKernel | None = None
 ) -> NativeWeights:
     """Lay out all sites one after another, in the order a step reads them.
 
     Args:
-        in_tiles: the rows will be bf16 and the kernel has tiles: weights are laid out for those.
+        tiles: weights are laid out for the matrix tiles of this kernel, which has some; rows must be bf16 then.
     """
     is_bf16 = all(tensor.dtype == "BF16" for tensor in artifact.tensors.values())
     layouts = site_layouts(shape)
@@ -215,19 +213,22 @@ def pack_native(
             continue
         is_embedding = index == embedding_index(shape)  # whose A is looked up
         own = [pair for pair in pairs if pair]
-        tiles = _tiles_of(own) if in_tiles and not is_embedding else None
-        if tiles is not None:
-            site["format"] = tiles.format
-            site["a"] = arena.place(tiles.inputs)
-        elif is_embedding:
-            site["a"] = arena.place(np.ascontiguousarray(stored(own[0].a).T))
+        halves = [stored(half) for pair in own for half in (pair.a, pair.b)]
+        planes = 0
+        if tiles is not None and not is_embedding:
+            counts = [tiles.count_planes(half) for half in halves]
+            planes = max(counts) if all(counts) else 0
+        if tiles is not None and planes:
+            site["format"] = SiteFormat.TILES if planes == 1 else SiteFormat.SPLIT_TILES
+            site["a"] = arena.place(tiles.tiled_inputs(halves[::2], planes))
+            blocked = [tiles.tiled_outputs(b_NR, planes) for b_NR in halves[1::2]]
         else:
-            site["a"] = arena.place(np.concatenate([stored(pair.a) for pair in own]))
-        outputs = iter(tiles.outputs if tiles else ())
+            a_RK = np.concatenate(halves[::2])
+            site["a"] = arena.place(np.ascontiguousarray(a_RK.T) if is_embedding else a_RK)
+            blocked = [blocked_outputs(b_NR) for b_NR in halves[1::2]]
         for position, pair in enumerate(pairs):
             if pair is not None:
-                b = next(outputs) if tiles else blocked_outputs(stored(pair.b))
-                site["b"][position] = arena.place(b)
+                site["b"][position] = arena.place(blocked.pop(0))
                 site["scale"][position] = pair.scale
                 site["rank"][position] = pair.rank
         site["rank_total"] = site["rank"].sum()
@@ -237,38 +238,6 @@ def pack_native(
     sites["a"][sites["rank_total"] > 0] += np.uint64(memory.ctypes.data)
     sites["b"][sites["rank"] > 0] += np.uint64(memory.ctypes.data)
     return NativeWeights(sites, memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """A site's weights in the layout for matrix tiles."""
-
-    format: SiteFormat
-    inputs: npt.NDArray[np.uint16]
-    outputs: list[npt.NDArray[np.uint16]]  # by slice that the adapter has
-
-
-def _tiles_of(pairs: list[LoraPair]) -> _Tiles | None:
-    """In as few planes as hold what is stored; None: bf16 cannot hold some of it."""
-    planes = []
-    for tensor in (half for pair in pairs for half in (pair.a, pair.b)):
-        if tensor.dtype == "BF16":
-            planes.append(tensor.bits()[None])
-        else:
-            split = tile_planes(tensor.to_float32())
-            if split is None:
-                return None
-            planes.append(split)
-    if not any(len(split) > 1 and split[0].any() for split in planes):
-        planes = [split[-1:] for split in planes]
-    else:
-        # Those of one plane get a low one of zeros.
-        planes = [np.concatenate([np.zeros_like(p), p]) if len(p) == 1 else p for p in planes]
-    return _Tiles(
-        SiteFormat.TILES if len(planes[0]) == 1 else SiteFormat.SPLIT_TILES,
-        tiled_inputs(planes[::2]),
-        [tiled_outputs(split) for split in planes[1::2]],
-    )
 
 
 class _Arena:

@@ -440,6 +440,19 @@ int32_t lora_has_tiles(void) {
 #endif
 }
 
+/* How many planes of bf16 hold these fp32 weights; see lora_planes_of. */
+int32_t lora_count_planes(const void *weights, int64_t count) {
+    return lora_planes_of(weights, (size_t)count);
+}
+
+/* One slice's a, or b, into its place in zeroed memory; see lora_lay_out. weights: bf16 or fp32. */
+void lora_pack_tiles(uint16_t *to, const void *weights, int32_t is_bf16, int32_t planes,
+                     int64_t num_rows, int64_t num_columns, int64_t begin, int64_t total_rows,
+                     int64_t depth) {
+    lora_lay_out(to, weights, is_bf16, (size_t)planes, (size_t)num_rows, (size_t)num_columns,
+                 (size_t)begin, (size_t)total_rows, (size_t)depth);
+}
+
 /* Add the deltas of one site to y, in place. x and y are (rows, num_inputs) and (rows, num_outputs),
  * contiguous, both bf16 or both fp32. slice_begin has LORA_SLICES + 1 offsets into a row of y. */
 void lora_add(void *y, const void *x, int32_t is_bf16, int32_t num_inputs, int32_t num_outputs,

@@ -149,50 +149,6 @@ def padded_rank(rank: int) -> int:
     return steps * _round_up(-(-rank // max(steps, 1)), 2)
 
 
-def tile_planes(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16] | None:
-    """Weights as sums of two bf16: (2, *shape) of bits, what is low first, within 2^-16 of each weight.
-
-    fp16 is kept exactly, and of what bf16 holds the low plane is zero. None: some are too large for bf16.
-    """
-    wide = torch.from_numpy(weights.copy())  # torch wants it writable
-    high = wide.bfloat16()
-    if not bool(torch.isfinite(high).all()):
-        return None
-    low = (wide - high.float()).bfloat16()
-    return torch.stack((low, high)).view(torch.uint16).numpy()
-
-
-def tiled_inputs(slices_PRK: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
-    """The A of a site's slices, as planes of bits of bf16, in the order of lora_tiles.h, as one flat array."""
-    num_planes, _, num_inputs = slices_PRK[0].shape
-    num_ranks = _round_up(sum(padded_rank(a_PRK.shape[1]) for a_PRK in slices_PRK), _HALF_TILE)
-    padded = np.zeros((num_planes, num_ranks, _round_up(num_inputs, _TILE_K)), dtype=np.uint16)
-    begin = 0
-    for a_PRK in slices_PRK:
-        rank = a_PRK.shape[1]
-        padded[:, begin : begin + rank, :num_inputs] = a_PRK
-        begin += padded_rank(rank)
-    blocks = [
-        block_PRK.reshape(*block_PRK.shape[:2], -1, 2).transpose(0, 2, 1, 3).reshape(-1)
-        for block_PRK in np.split(padded, range(_TILE, num_ranks, _TILE), axis=1)
-    ]
-    return np.concatenate(blocks)
-
-
-def tiled_outputs(b_PNR: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    """The B of a slice, as planes (P, N, R) of bits of bf16, padded with zeros.
-
-    Returns:
-        (ceil(N / 16), P, padded rank / 2, 16, 2).
-    """
-    num_planes, num_outputs, rank = b_PNR.shape
-    size = num_planes, _round_up(num_outputs, _TILE), padded_rank(rank)
-    padded = np.zeros(size, dtype=np.uint16)
-    padded[:, :num_outputs, :rank] = b_PNR
-    tiles = padded.reshape(num_planes, -1, _TILE, size[2] // 2, 2)
-    return np.ascontiguousarray(tiles.transpose(1, 0, 3, 2, 4))
-
-
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
@@ -209,6 +165,14 @@ class LoraKernel:
         library = load_library("lora", cache_dir)
         # Whether weights may be SiteFormat.TILES on this machine.
         self.has_tiles: Final[bool] = library.lora_has_tiles() != 0
+        self._count_planes = library.lora_count_planes
+        self._count_planes.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._pack_tiles = library.lora_pack_tiles
+        self._pack_tiles.restype = None
+        self._pack_tiles.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32),
+            *((ctypes.c_int64,) * 5),
+        )
         self._embed = library.lora_embed
         self._embed.restype = None
         self._embed.argtypes = (
@@ -231,6 +195,69 @@ class LoraKernel:
             ctypes.c_void_p,
             ctypes.c_int32,
             ctypes.c_void_p,
+        )
+
+    def count_planes(self, weights: npt.NDArray[Any]) -> int:
+        """How many bf16 must be added up for these weights, within 2^-16 of each: 1 where bf16 holds them, else 2.
+
+        0: some are too large for bf16. Two hold fp16 exactly.
+        Args:
+            weights: fp32, or bits of bf16 as uint16; contiguous.
+        """
+        if weights.dtype == np.uint16:
+            return 1
+        planes: int = self._count_planes(weights.ctypes.data, weights.size)
+        return planes
+
+    def tiled_inputs(
+        self, slices_RK: Sequence[npt.NDArray[Any]], planes: int
+    ) -> npt.NDArray[np.uint16]:
+        """The A of a site's slices in the order of lora_tiles.h, as one flat array.
+
+        Args:
+            slices_RK: fp32, or bits of bf16 as uint16; contiguous.
+            planes: at least what `count_planes` says of each.
+        """
+        num_ranks = _round_up(sum(padded_rank(len(a_RK)) for a_RK in slices_RK), _HALF_TILE)
+        depth = _round_up(slices_RK[0].shape[1], _TILE_K)
+        packed = np.zeros(num_ranks * depth * planes, dtype=np.uint16)
+        begin = 0
+        for a_RK in slices_RK:
+            self._pack(packed, a_RK, planes, begin, num_ranks, depth)
+            begin += padded_rank(len(a_RK))
+        return packed
+
+    def tiled_outputs(self, b_NR: npt.NDArray[Any], planes: int) -> npt.NDArray[np.uint16]:
+        """The B of a slice: (ceil(N / 16), planes, padded rank / 2, 16, 2), padded with zeros.
+
+        Args:
+            b_NR: fp32, or bits of bf16 as uint16; contiguous.
+            planes: at least what `count_planes` says of it.
+        """
+        num_outputs, rank = b_NR.shape
+        num_blocks, depth = -(-num_outputs // _TILE), padded_rank(rank)
+        packed = np.zeros((num_blocks, planes, depth // 2, _TILE, 2), dtype=np.uint16)
+        self._pack(packed, b_NR, planes, 0, num_blocks * _TILE, depth)
+        return packed
+
+    def _pack(
+        self,
+        packed: npt.NDArray[np.uint16],
+        weights: npt.NDArray[Any],
+        planes: int,
+        begin: int,
+        num_rows: int,
+        depth: int,
+    ) -> None:
+        self._pack_tiles(
+            packed.ctypes.data,
+            weights.ctypes.data,
+            weights.dtype == np.uint16,
+            planes,
+            *weights.shape,
+            begin,
+            num_rows,
+            depth,
         )
 
     def add(

@@ -39,6 +39,54 @@ INLINE size_t lora_tiles_round_up(size_t count, size_t multiple) {
     return (count + multiple - 1) / multiple * multiple;
 }
 
+/* The planes that weights need: 1 where bf16 holds all of them, else 2; 0 where some are too large for bf16. */
+static int lora_planes_of(const void *weights, size_t count) {
+    uint32_t rest = 0;
+    int is_finite = 1;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, (const char *)weights + i * sizeof bits, sizeof bits);
+        rest |= bits & 0xffffu;
+        /* Rounded to bf16 this and all above it are Inf, or NaN. */
+        is_finite &= (bits & 0x7fffffffu) < 0x7f7f8000u;
+    }
+    return !is_finite ? 0 : rest == 0 ? 1 : 2;
+}
+
+/* Both planes of a weight; a file's tensors lie at any address. */
+INLINE void lora_split(const void *weights, size_t at, int is_bf16, uint16_t *low, uint16_t *high) {
+    if (is_bf16) {
+        *low = 0;
+        memcpy(high, (const char *)weights + at * sizeof *high, sizeof *high);
+        return;
+    }
+    float weight;
+    memcpy(&weight, (const char *)weights + at * sizeof weight, sizeof weight);
+    *high = narrow_bf16(weight);
+    *low = narrow_bf16(weight - widen_bf16(*high));
+}
+
+/* A matrix (num_rows, num_columns) into its place among `total_rows` (a multiple of 8) in blocks of 16 rows:
+ * by block (planes, depth / 2 pairs of columns, rows of the block, 2). depth is even; what is not written stays. */
+static void lora_lay_out(uint16_t *to, const void *weights, int is_bf16, size_t planes,
+                         size_t num_rows, size_t num_columns, size_t begin, size_t total_rows,
+                         size_t depth) {
+    for (size_t i = 0; i < num_rows; i++) {
+        const size_t at = begin + i, block = at / LORA_TILE, lane = at % LORA_TILE;
+        const size_t left = total_rows - block * LORA_TILE;
+        const size_t width = left < LORA_TILE ? left : LORA_TILE;
+        uint16_t *first = to + block * LORA_TILE * planes * depth + 2 * lane;
+        uint16_t *last = first + (planes - 1) * width * depth;
+        for (size_t k = 0; k < num_columns; k++) {
+            const size_t place = k / 2 * (2 * width) + k % 2;
+            uint16_t low, high;
+            lora_split(weights, i * num_columns + k, is_bf16, &low, &high);
+            if (planes > 1) first[place] = low;
+            last[place] = high;
+        }
+    }
+}
+
 /* Weights that are read once are on their way this many bytes ahead. */
 #define LORA_AHEAD 4096
 INLINE void lora_fetch(const void *from, size_t bytes) {
