@@ -75,6 +75,14 @@ class Results:
         ratios = [ours[number] / theirs[number] for number in ours if number in theirs]
         return statistics.median(ratios) if ratios else None
 
+    def adapter_cost(self, contender: str) -> float | None:
+        """How many times as long `mixed` takes as `base`, the same prompts without adapters."""
+        if not {"mixed", "base"} <= self.workloads.keys():
+            return None
+        mixed, base = self.speeds("mixed", contender), self.speeds("base", contender)
+        ratios = [base[number] / mixed[number] for number in base if number in mixed]
+        return statistics.median(ratios) if ratios else None
+
     def roofline_share(self, workload: str, contender: str) -> float | None:
         """Its speed as a share of what the machine could do at most.
 
@@ -226,6 +234,14 @@ def notes(results: Results) -> list[str]:
             f"than in the rest; {_LEAST} at least, since frames were counted, which may hold several tokens; a "
             "ratio with it is one of these; what was not answered counts as failed"
         )
+    costs = {name: results.adapter_cost(name) for name in content["contenders"]}
+    told = [
+        f"{content['contenders'][name]['title']} {cost:.2f}x"
+        for name, cost in costs.items()
+        if cost is not None
+    ]
+    if told:
+        lines.append(f"what the adapters of mixed cost, in time of base: {', '.join(told)}")
     if any("failed" not in run and has_faults(run) for run in content["runs"]):
         lines.append("a round in which requests failed gives no speed, ratio or share")
     if any(results.weights(name) != content["dtype"] for name in content["contenders"]):

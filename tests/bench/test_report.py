@@ -247,3 +247,23 @@ def test_a_results_file_prints_again(
 
     assert "Slow & Co." in capsys.readouterr().out
     assert picture.read_text().startswith("<svg")
+
+
+def test_what_adapters_cost_is_told_of_whom_it_is_known(content: dict[str, Any]) -> None:
+    facts = content["workloads"]["mixed"]
+    content["workloads"]["base"] = facts
+    content["runs"] += [
+        _run("loraplex", 0, 150.0, workload="base"),
+        _run("loraplex", 1, 150.0, workload="base"),
+        _run("loraplex", 2, 150.0, workload="base", errors=1, faults=1),
+        {"workload": "base", "contender": "slow", "round": 0, "failed": "no"},
+    ]
+    results = Results(content)
+
+    # 150 / 100 and 150 / 120; the third round of base does not count.
+    assert results.adapter_cost("loraplex") == pytest.approx(1.375)
+    assert results.adapter_cost("slow") is None
+    (line,) = [line for line in report.notes(results) if "adapters of mixed" in line]
+    assert line.endswith("in time of base: Loraplex 1.38x")
+    del content["workloads"]["base"]
+    assert not [line for line in report.notes(results) if "adapters of mixed" in line]
