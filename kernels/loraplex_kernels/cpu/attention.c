@@ -33,6 +33,7 @@
 #include "calls.h"
 #include "simd.h"
 #include "tiles.h"
+#include "v16.h"
 
 attention_forward_call attention_forward;
 
@@ -189,6 +190,12 @@ INLINE attention_span attention_sees(const attention_shape *shape, int own, int 
     return span;
 }
 
+/* A bit for each of its keys. */
+INLINE uint64_t attention_span_bits(attention_span span) {
+    if (span.first >= span.end) return 0;
+    return (~(uint64_t)0 >> (64 - (span.end - span.first))) << span.first;
+}
+
 /* The tile that a query's joining begins with. */
 INLINE int attention_first_tile(const attention_shape *shape, int own) {
     const int first = shape->window > 0 ? own + 1 - shape->window : 0;
@@ -242,8 +249,16 @@ INLINE void attention_soften(const attention_shape *shape, attention_span span, 
         v8_store(score + j, s);
     }
     const float largest = v8_largest(top);
-    const v8 max8 = v8_all(largest);
     v8 total = zero;
+#if HAS_V16
+    for (int j = span.first & ~15; j < span.end; j += 16) {
+        const __mmask16 sees = (__mmask16)(attention_span_bits(span) >> j);
+        const v16 p = _mm512_maskz_mov_ps(sees, v16_exp2(v16_sub(v16_load(score + j), v16_all(largest))));
+        total = v8_add(v8_add(total, v16_low(p)), v16_high(p));
+        v16_store(score + j, p);
+    }
+#else
+    const v8 max8 = v8_all(largest);
     for (int j = begin; j < span.end; j += 8) {
         v8 p = v8_exp2(v8_sub(v8_load(score + j), max8));
         if (span.end - j < 8) p = v8_first(p, zero, span.end - j);
@@ -251,6 +266,7 @@ INLINE void attention_soften(const attention_shape *shape, attention_span span, 
         total = v8_add(total, p);
         v8_store(score + j, p);
     }
+#endif
     *max = largest;
     *weight = v8_total(total);
 }
@@ -288,11 +304,41 @@ typedef struct {
 INLINE void attention_weigh(const float *weight, const void *const *value, int is_bf16, int first,
                             int end, int rows, size_t d, int width, int is_first, int is_last,
                             const attention_target *to) {
-    v8 sum[TILE_ROWS][TILE_COLS];
     const size_t bytes = d * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
     const size_t part_stride = to->part_stride, row_stride = to->row_stride;
     const float *keep = to->keep, *take = to->take;
     float *part = to->part + d, *joined = to->sum + d;
+#if HAS_V16
+    if (width == TILE_COLS) {
+        v16 wide[TILE_ROWS][TILE_COLS / 2];
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width / 2; v++)
+                wide[i][v] = is_first ? v16_zero() : v16_load(part + (size_t)i * part_stride + 16 * v);
+        for (int j = first; j < end; j++) {
+            const void *from = (const char *)value[j] + bytes;
+            v16 scale[TILE_ROWS];
+            for (int i = 0; i < rows; i++) scale[i] = v16_all(weight[i * ATTENTION_TILE + j]);
+            for (int v = 0; v < width / 2; v++) {
+                const v16 x = v16_hold(is_bf16 ? v16_load_bf16((const uint16_t *)from + 16 * v)
+                                               : v16_load((const float *)from + 16 * v));
+                for (int i = 0; i < rows; i++) wide[i][v] = v16_fma(scale[i], x, wide[i][v]);
+            }
+        }
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < width / 2; v++) {
+                float *at = joined + (size_t)i * row_stride + 16 * v;
+                if (!is_last)
+                    v16_store(part + (size_t)i * part_stride + 16 * v, wide[i][v]);
+                else if (keep)
+                    v16_store(at, v16_fma(wide[i][v], v16_all(take[i]),
+                                          v16_mul(v16_load(at), v16_all(keep[i]))));
+                else
+                    v16_store(at, wide[i][v]);
+            }
+        return;
+    }
+#endif
+    v8 sum[TILE_ROWS][TILE_COLS];
     if (is_first) {
         for (int i = 0; i < rows; i++)
             for (int v = 0; v < width; v++) sum[i][v] = v8_zero();
@@ -661,11 +707,6 @@ INLINE int attention_tile_values(const attention_work *work, const attention_til
     attention_tile_rows(work, head, keys, (size_t)shape->num_kv_heads * (size_t)shape->head_dim, value);
     return attention_pack_values(value, keys.first / AMX_K, (keys.end + AMX_K - 1) / AMX_K,
                                  (size_t)shape->head_dim, head->values);
-}
-
-INLINE uint64_t attention_span_bits(attention_span span) {
-    if (span.first >= span.end) return 0;
-    return (~(uint64_t)0 >> (64 - (span.end - span.first))) << span.first;
 }
 
 INLINE attention_tile_group attention_tile_group_of(const attention_work *work,

@@ -11,6 +11,7 @@
 #include <stddef.h>
 
 #include "simd.h"
+#include "v16.h"
 
 #define TILE_ROWS 3
 #define TILE_COLS 4
@@ -24,14 +25,42 @@ INLINE float tile_load_one(const void *from, size_t index, int is_bf16) {
     return is_bf16 ? widen_bf16(((const uint16_t *)from)[index]) : ((const float *)from)[index];
 }
 
+#if HAS_V16
+/* Eight of one row, then eight of another. */
+INLINE v16 tile_load_pair(const void *low, const void *high, size_t index, int is_bf16) {
+    if (!is_bf16) return v16_pair(v8_load((const float *)low + index), v8_load((const float *)high + index));
+    const __m128i a = _mm_loadu_si128((const __m128i *)((const uint16_t *)low + index));
+    const __m128i b = _mm_loadu_si128((const __m128i *)((const uint16_t *)high + index));
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+#endif
+
 /* dot[i * dot_stride + j] = <x[i], w[j]>, over k mod 8 in order of k, then in one tree, then the last
  * num_inputs mod 8 products one by one. x is fp32, w fp32 or bf16. */
 INLINE void tile_dots(const float *const *x, const void *const *w, int is_bf16, size_t num_inputs,
                       int rows, int cols, float *dot, size_t dot_stride) {
     v8 part[TILE_ROWS][2 * TILE_COLS];
+    size_t k = 0;
+#if HAS_V16
+    /* Two columns to a vector. */
+    v16 pair[TILE_ROWS][TILE_COLS];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols / 2; j++) pair[i][j] = v16_zero();
+    for (; k + 8 <= num_inputs; k += 8) {
+        v16 x_k[TILE_ROWS];
+        for (int i = 0; i < rows; i++) x_k[i] = v16_hold(_mm512_broadcast_f32x8(v8_load(x[i] + k)));
+        for (int j = 0; j < cols / 2; j++) {
+            const v16 w_k = v16_hold(tile_load_pair(w[2 * j], w[2 * j + 1], k, is_bf16));
+            for (int i = 0; i < rows; i++) pair[i][j] = v16_fma(x_k[i], w_k, pair[i][j]);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j++)
+            part[i][j] = j & 1 ? v16_high(pair[i][j / 2]) : v16_low(pair[i][j / 2]);
+#else
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < cols; j++) part[i][j] = v8_zero();
-    size_t k = 0;
     for (; k + 8 <= num_inputs; k += 8) {
         v8 x_k[TILE_ROWS];
         for (int i = 0; i < rows; i++) x_k[i] = v8_hold(v8_load(x[i] + k));
@@ -40,6 +69,7 @@ INLINE void tile_dots(const float *const *x, const void *const *w, int is_bf16, 
             for (int i = 0; i < rows; i++) part[i][j] = v8_fma(x_k[i], w_k, part[i][j]);
         }
     }
+#endif
     /* Unrolled, or the sums would go through memory. */
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)

@@ -27,6 +27,12 @@ INLINE v16 v16_load_bf16(const uint16_t *from) {
 INLINE v8 v16_low(v16 a) { return _mm512_castps512_ps256(a); }
 INLINE v8 v16_high(v16 a) { return _mm512_extractf32x8_ps(a, 1); }
 
+/* `low` in lanes 0 to 7, `high` in the others. */
+INLINE v16 v16_pair(v8 low, v8 high) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+INLINE v16 v16_hold(v16 a) { __asm__("" : "+v"(a)); return a; }
+
 /* As narrow_bf16, in the upper half of each lane; what is below means nothing. */
 INLINE __m512i v16_narrow(v16 value) {
     const __m512i bits = _mm512_castps_si512(value);
@@ -61,6 +67,22 @@ INLINE v16 v16_exp(v16 a) {
     p = v16_fma(p, r, v16_all(1.0f / 6.0f));
     p = v16_fma(p, r, v16_all(0.5f));
     p = v16_fma(p, r, v16_all(1.0f));
+    p = v16_fma(p, r, v16_all(1.0f));
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return v16_mul(p, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)));
+}
+
+/* See v8_exp2. */
+INLINE v16 v16_exp2(v16 a) {
+    const v16 clipped = _mm512_max_ps(v16_all(-126.0f), a);
+    const v16 n = _mm512_roundscale_ps(clipped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const v16 r = v16_sub(clipped, n);
+    v16 p = v16_all(1.535336191e-4f);
+    p = v16_fma(p, r, v16_all(1.339887441e-3f));
+    p = v16_fma(p, r, v16_all(9.618437358e-3f));
+    p = v16_fma(p, r, v16_all(5.550332471e-2f));
+    p = v16_fma(p, r, v16_all(2.402264791e-1f));
+    p = v16_fma(p, r, v16_all(6.931472029e-1f));
     p = v16_fma(p, r, v16_all(1.0f));
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
     return v16_mul(p, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)));
