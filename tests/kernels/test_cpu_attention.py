@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loraplex_kernels.cpu import attention
+from loraplex_kernels.cpu import attention, build
 from loraplex_kernels.cpu.attention import NativeAttentionKernel
 from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import native_cache_dir
+from tests.support.cpu import cpu_flags
 
 HEAD_DIM = 8
 
@@ -200,6 +201,36 @@ def test_a_row_has_the_same_bits_in_any_chunk_and_with_any_number_of_threads(
     alone = Sequence(open_kernel(**more, num_threads=1), length)
     rows = range(0, length, 7)
     assert torch.equal(torch.cat([alone.run(i, i + 1) for i in rows]), whole[list(rows)])
+
+
+def test_bits_do_not_depend_on_the_blocks_that_keys_lie_in(open_kernel: Open) -> None:
+    """Sixteen keys that lie side by side are read there by few rows; others are gathered."""
+    expected = Sequence(open_kernel(head_dim=64), 200).run(0, 200)
+
+    for block_size in (1, 8, 24, 48):
+        sequence = Sequence(open_kernel(head_dim=64, block_size=block_size), 200)
+        assert torch.equal(sequence.run(0, 200), expected)
+        for row in (15, 16, 100, 199):
+            assert torch.equal(sequence.run(row, row + 1), expected[row : row + 1])
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 50}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 40, 64])
+def test_wide_vectors_have_the_bits_of_narrow_ones(
+    open_kernel: Open, monkeypatch: pytest.MonkeyPatch, head_dim: int, more: dict[str, Any]
+) -> None:
+    if not {"avx512f", "avx512bw", "avx512dq"} <= cpu_flags():
+        pytest.skip("this CPU has no AVX-512: there are no wide vectors here")
+    wide = open_kernel(head_dim=head_dim, **more)
+    if wide.in_tiles:
+        pytest.skip("tiles in hardware have bits of their own")
+    flags = [flag.replace("-march=native", "-march=haswell") for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    narrow = open_kernel(head_dim=head_dim, **more)
+
+    for start, stop in ((0, 150), (149, 150), (60, 70)):
+        found = [Sequence(kernel, 150).run(start, stop) for kernel in (wide, narrow)]
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -14,6 +14,7 @@ from loraplex_kernels.cpu.ops import OpsKernel
 from torch import Tensor
 
 from tests.support.adapter_files import native_cache_dir
+from tests.support.cpu import cpu_flags
 
 WIDTHS = (1, 7, 8, 33, 100, 190, 576)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,14 +39,6 @@ def open_kernel(pytestconfig: pytest.Config) -> OpenKernel:
             pytest.skip(f"no C compiler here: {error}")
 
     return open_
-
-
-def cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
