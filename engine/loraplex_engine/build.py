@@ -24,6 +24,7 @@ from loraplex_engine.device.memory_profile import MemoryPlan
 from loraplex_engine.device.selection import select_device
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
 from loraplex_engine.fingerprint import fingerprint_model
+from loraplex_engine.heap import give_back_freed_memory
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora
 from loraplex_engine.lora.trial import make_trial
@@ -237,6 +238,8 @@ def assemble_engine(
         max_model_len=sizes.max_model_len,
         row_rule_holds=row_rule_holds,
     )
+    # Loading and the self-check took more than serving does.
+    give_back_freed_memory()
     log.info(
         "engine_assembled",
         num_blocks=sizes.num_blocks,
