@@ -77,8 +77,8 @@ class EngineConfig:
     lora_backend: BackendName = "auto"
     # Norms, rotation, activation: the same, but that with Triton's attention they are Triton's.
     ops_backend: OpsBackendName = "auto"
-    # Of a CPU. auto: oneDNN for bf16 where the CPU multiplies it in hardware, else native, and what torch has where
-    # that does not compile.
+    # Of a CPU. auto: native, in bf16 with the products that the CPU has in hardware, and what torch has where that does
+    # not compile.
     linear_backend: LinearBackendName = "auto"
     # What the linears' weights are rounded to as they are loaded, on a CPU: a quarter or a sixth of fp32's memory
     # and reads, and not quite the same answers. Embeddings stay; lm_head has eight bits in both.
