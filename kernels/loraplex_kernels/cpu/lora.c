@@ -30,11 +30,12 @@
 #include "calls.h"
 #include "lora_tiles.h"
 #include "tiles.h"
+#include "v16.h"
 
 lora_add_call lora_add;
 
 #define LORA_SLICES 3
-#define LORA_OUT_BLOCK 32 /* TILE_COLS vectors */
+#define LORA_OUT_BLOCK 32
 #define LORA_CHUNK 24     /* rows that share what is read of the weights */
 #define LORA_RANKS 8      /* ranks whose a is kept in cache while the rows of a chunk pass */
 #define LORA_B_BYTES 16384 /* of b, likewise */
@@ -173,18 +174,36 @@ static void lora_look_up(const lora_call *call, lora_chunk chunk) {
 
 /* -------------------------------------------------------------------------------------- expand */
 
+/* As wide as the CPU's vectors, the bits of a lane being the same. Rows of a tile by vectors of a block are as many
+ * sums as hide the latency of two FMA units. */
+#if HAS_V16
+typedef v16 lora_v;
+#define LORA_V(operation) v16_##operation
+#define LORA_HOLD(value) (value) /* a load costs no more than a register, of which there are enough */
+#define LORA_WIDTH 16
+#define LORA_ROWS 6
+#else
+typedef v8 lora_v;
+#define LORA_V(operation) v8_##operation
+#define LORA_HOLD(value) v8_hold(value)
+#define LORA_WIDTH 8
+#define LORA_ROWS 3
+#endif
+#define LORA_VECTORS (LORA_OUT_BLOCK / LORA_WIDTH)
+
 /* y[0 .. count) += delta, rounded once. */
-INLINE void lora_add_block(void *y, size_t index, size_t count, int y_is_bf16, const v8 *delta) {
+INLINE void lora_add_block(void *y, size_t index, size_t count, int y_is_bf16, const lora_v *delta) {
     if (count == LORA_OUT_BLOCK && !y_is_bf16) {
         float *to = (float *)y + index;
-        for (int v = 0; v < TILE_COLS; v++) v8_store(to + 8 * v, v8_add(v8_load(to + 8 * v), delta[v]));
+        for (int v = 0; v < LORA_VECTORS; v++, to += LORA_WIDTH)
+            LORA_V(store)(to, LORA_V(add)(LORA_V(load)(to), delta[v]));
     } else if (count == LORA_OUT_BLOCK) {
         uint16_t *to = (uint16_t *)y + index;
-        for (int v = 0; v < TILE_COLS; v++)
-            v8_store_bf16(to + 8 * v, v8_add(v8_load_bf16(to + 8 * v), delta[v]));
+        for (int v = 0; v < LORA_VECTORS; v++, to += LORA_WIDTH)
+            LORA_V(store_bf16)(to, LORA_V(add)(LORA_V(load_bf16)(to), delta[v]));
     } else {
         float each[LORA_OUT_BLOCK];
-        for (int v = 0; v < TILE_COLS; v++) v8_store(each + 8 * v, delta[v]);
+        for (int v = 0; v < LORA_VECTORS; v++) LORA_V(store)(each + LORA_WIDTH * v, delta[v]);
         for (size_t n = 0; n < count; n++)
             if (y_is_bf16)
                 ((uint16_t *)y)[index + n] =
@@ -199,15 +218,22 @@ INLINE void lora_expand_tile(void *y, const size_t *y_index, int y_is_bf16, cons
                              size_t h_stride, const void *b, int is_bf16, size_t rank, size_t n,
                              size_t end, int rows) {
     for (; n < end; n += LORA_OUT_BLOCK) {
-        v8 sum[TILE_ROWS][TILE_COLS];
+        lora_v sum[LORA_ROWS][LORA_VECTORS];
         for (int i = 0; i < rows; i++)
-            for (int v = 0; v < TILE_COLS; v++) sum[i][v] = v8_zero();
+            for (int v = 0; v < LORA_VECTORS; v++) sum[i][v] = LORA_V(zero)();
         for (size_t r = 0; r < rank; r++) {
-            tile_weigh(sum, h + r, h_stride, b, is_bf16, rows, TILE_COLS);
-            b = (const char *)b + LORA_OUT_BLOCK * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
+            lora_v weight[LORA_ROWS];
+            for (int i = 0; i < rows; i++) weight[i] = LORA_V(all)(h[(size_t)i * h_stride + r]);
+            for (int v = 0; v < LORA_VECTORS; v++) {
+                const size_t at = r * LORA_OUT_BLOCK + (size_t)v * LORA_WIDTH;
+                const lora_v b_r = LORA_HOLD(is_bf16 ? LORA_V(load_bf16)((const uint16_t *)b + at)
+                                                     : LORA_V(load)((const float *)b + at));
+                for (int i = 0; i < rows; i++) sum[i][v] = LORA_V(fma)(weight[i], b_r, sum[i][v]);
+            }
         }
+        b = (const char *)b + rank * LORA_OUT_BLOCK * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
         const size_t count = end - n < LORA_OUT_BLOCK ? end - n : LORA_OUT_BLOCK;
-#pragma GCC unroll 3
+#pragma GCC unroll 6
         for (int i = 0; i < rows; i++) lora_add_block(y, y_index[i] + n, count, y_is_bf16, sum[i]);
     }
 }
@@ -218,21 +244,32 @@ INLINE void lora_expand_tile(void *y, const size_t *y_index, int y_is_bf16, cons
                                           size_t rank, size_t n, size_t end) {                       \
         lora_expand_tile(y, y_index, y_is_bf16, h, h_stride, b, is_bf16, rank, n, end, rows);        \
     }
-LORA_EXPAND(1, fp32, 0)
-LORA_EXPAND(2, fp32, 0)
-LORA_EXPAND(3, fp32, 0)
-LORA_EXPAND(1, bf16, 1)
-LORA_EXPAND(2, bf16, 1)
-LORA_EXPAND(3, bf16, 1)
+#define LORA_EXPAND_BOTH(rows) LORA_EXPAND(rows, fp32, 0) LORA_EXPAND(rows, bf16, 1)
+LORA_EXPAND_BOTH(1)
+LORA_EXPAND_BOTH(2)
+LORA_EXPAND_BOTH(3)
+#if LORA_ROWS > 3
+LORA_EXPAND_BOTH(4)
+LORA_EXPAND_BOTH(5)
+LORA_EXPAND_BOTH(6)
+#endif
 #undef LORA_EXPAND
+#undef LORA_EXPAND_BOTH
 
 /* Blocks [first, end) of one slice's outputs for a chunk. */
 static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int first, int end) {
     typedef void expand(void *, const size_t *, int, const float *, size_t, const void *, size_t,
                         size_t, size_t);
-    static expand *const by[2][TILE_ROWS] = {
+    static expand *const by[2][LORA_ROWS] = {
+#if LORA_ROWS > 3
+        {lora_expand_1fp32, lora_expand_2fp32, lora_expand_3fp32, lora_expand_4fp32,
+         lora_expand_5fp32, lora_expand_6fp32},
+        {lora_expand_1bf16, lora_expand_2bf16, lora_expand_3bf16, lora_expand_4bf16,
+         lora_expand_5bf16, lora_expand_6bf16},
+#else
         {lora_expand_1fp32, lora_expand_2fp32, lora_expand_3fp32},
         {lora_expand_1bf16, lora_expand_2bf16, lora_expand_3bf16},
+#endif
     };
     const lora_step *step = call->step;
     const lora_site *site = chunk.site;
@@ -254,7 +291,8 @@ static void lora_expand(const lora_call *call, lora_chunk chunk, int slice, int 
         if (stop > width) stop = width;
         const char *b = (const char *)site->b[slice] + (size_t)block * block_bytes;
         for (int i = 0; i < chunk.end - chunk.begin;) {
-            const int rows = tile_take(chunk.end - chunk.begin - i);
+            const int left = chunk.end - chunk.begin - i;
+            const int rows = LORA_ROWS == TILE_ROWS ? tile_take(left) : left < LORA_ROWS ? left : LORA_ROWS;
             by[is_bf16][rows - 1](call->y, y_index + i, call->is_bf16,
                                         h + (size_t)i * (size_t)step->h_stride,
                                         (size_t)step->h_stride, b, rank, n, stop);
