@@ -263,6 +263,18 @@ def test_layers_in_one_call_are_timed_as_they_serve(
     assert min(clock.seconds[part] for part in (LINEAR, ATTENTION, LORA, SMALL, DECODER)) > 0
 
 
+def test_of_two_measurements_the_better_figures_count() -> None:
+    first = machine_module.MachineFigures(
+        read_gb_s=3.0, gemm_gflop_s=900.0, gemm_dtype="bfloat16", num_threads=2
+    )
+    second = msgspec.structs.replace(first, read_gb_s=20.0, gemm_gflop_s=300.0)
+
+    best = second.at_least(first)
+
+    assert (best.read_gb_s, best.gemm_gflop_s) == (20.0, 900.0)
+    assert (best.gemm_dtype, best.num_threads) == ("bfloat16", 2)
+
+
 def test_our_own_products_count_for_what_the_machine_can_do(pytestconfig: pytest.Config) -> None:
     cache = native_cache_dir(pytestconfig)
     try:

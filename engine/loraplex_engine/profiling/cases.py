@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from loraplex_engine.profiling.adapters import NUMBER_BYTES
 from loraplex_engine.profiling.clock import PartClock
@@ -42,16 +43,51 @@ class _Samples:
         return timed, statistics.fmean(sorted(self.plain)[:num_kept])
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A kind of step: its work and what it took, whatever the machine can do."""
+
+    phase: Literal["decode", "prefill"]
+    step: StepShape
+    work: Mapping[str, Work]
+    seconds: Mapping[str, float]  # by part, the gateway's included
+    engine_s: float
+    plain_engine_s: float  # not instrumented
+
+    def against(self, machine: MachineFigures) -> Case:
+        """As shares of what `machine` can do."""
+        step_s = sum(self.seconds.values())
+        whole = Work(
+            sum(one.num_bytes for one in self.work.values()),
+            sum(one.flops for one in self.work.values()),
+        )
+        floor_ms = whole.floor_ms(machine)
+        step = self.step
+        return Case(
+            phase=self.phase,
+            batch=len(step.num_scheduled),
+            tokens=step.num_tokens,
+            context=step.num_computed[0],
+            adapters=len(step.adapter_ranks),
+            step_ms=1e3 * step_s,
+            engine_ms=1e3 * self.engine_s,
+            plain_engine_ms=1e3 * self.plain_engine_s,
+            floor_ms=floor_ms,
+            roofline_percent=100 * floor_ms / (1e3 * step_s),
+            tokens_per_s=step.num_tokens / step_s,
+            parts=_parts(self.seconds, step_s, self.work, machine),
+        )
+
+
 def decode_case(
     stand: Stand,
-    machine: MachineFigures,
     gateway: GatewayFigures | None,
     *,
     batch: int,
     num_adapters: int,
     context: int,
     num_steps: int,
-) -> Case:
+) -> Measured:
     """`batch` rows at about `context` tokens, row r on adapter r modulo their number; 0: all on the base."""
     adapters = [row % num_adapters if num_adapters else None for row in range(batch)]
     before = max(1, context - num_steps - _WARM_STEPS)
@@ -76,18 +112,17 @@ def decode_case(
         adapter_ranks=[stand.ranks[adapter] for adapter in distinct],
         row_ranks=ranks,
     )
-    return _case("decode", stand, machine, gateway, step, samples)
+    return _measured("decode", stand, gateway, step, samples)
 
 
 def prefill_case(
     stand: Stand,
-    machine: MachineFigures,
     gateway: GatewayFigures | None,
     *,
     num_tokens: int,
     is_adapted: bool,
     num_steps: int,
-) -> Case:
+) -> Measured:
     """A prompt of `num_tokens`, computed in one step that samples its first token."""
     adapter = 0 if is_adapted else None
     samples = _Samples([], [])
@@ -114,17 +149,16 @@ def prefill_case(
         adapter_ranks=[rank] if rank else [],
         row_ranks=[rank],
     )
-    return _case("prefill", stand, machine, gateway, step, samples)
+    return _measured("prefill", stand, gateway, step, samples)
 
 
-def _case(
-    phase: str,
+def _measured(
+    phase: Literal["decode", "prefill"],
     stand: Stand,
-    machine: MachineFigures,
     gateway: GatewayFigures | None,
     step: StepShape,
     samples: _Samples,
-) -> Case:
+) -> Measured:
     runner = stand.engine.runner
     work = step_work(
         step,
@@ -142,25 +176,7 @@ def _case(
         seconds[RECEIVE] = gateway.receive_ms / 1e3
         seconds[DETOKENIZE] = gateway.detokenize_ms / 1e3
         seconds[SSE] = gateway.stream_ms / 1e3
-    step_s = sum(seconds.values())
-    whole = Work(
-        sum(one.num_bytes for one in work.values()), sum(one.flops for one in work.values())
-    )
-    floor_ms = whole.floor_ms(machine)
-    return Case(
-        phase="decode" if phase == "decode" else "prefill",
-        batch=len(step.num_scheduled),
-        tokens=step.num_tokens,
-        context=step.num_computed[0],
-        adapters=len(step.adapter_ranks),
-        step_ms=1e3 * step_s,
-        engine_ms=1e3 * engine_s,
-        plain_engine_ms=1e3 * plain_s,
-        floor_ms=floor_ms,
-        roofline_percent=100 * floor_ms / (1e3 * step_s),
-        tokens_per_s=step.num_tokens / step_s,
-        parts=_parts(seconds, step_s, work, machine),
-    )
+    return Measured(phase, step, work, seconds, engine_s, plain_s)
 
 
 def _parts(

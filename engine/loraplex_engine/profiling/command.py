@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from loraplex_engine.profiling.figures import GatewayFigures
+    from loraplex_engine.profiling.machine import MachineFigures
 
 DEFAULT_BATCHES = (1, 4, 16, 64)
 DEFAULT_ADAPTERS = (0, 16)
@@ -47,8 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
         description=(
             "Where a step's time goes on this CPU: linears, attention, LoRA, small operations, sampling, runner,"
             " scheduler, IPC and gateway, in ms, as a share of the step and of what the machine can do (its read"
-            " bandwidth and matrix peak are measured first). Runs the engine's and the gateway's own code. Stop"
-            " what else is running: it shares the cores."
+            " bandwidth and matrix peak are measured before and after). Runs the engine's and the gateway's own code."
+            " Stop what else is running: it shares the cores."
         ),
         epilog="Example: loraplex bench profile --batch 1,16 --adapters 0,16 --json profile.json",
     )
@@ -167,18 +168,21 @@ def _run(options: argparse.Namespace, note: Note) -> None:
         [options.rank] * num_adapters,
     ) as stand:
         model = stand.engine.runner.model
-        note("measuring memory and matrix products")
-        machine = measure_machine(_product_dtype(model.dtype), kernel_dir=cache_dir() / "native")
+
+        def measure() -> MachineFigures:
+            note("measuring memory and matrix products")
+            return measure_machine(_product_dtype(model.dtype), kernel_dir=cache_dir() / "native")
+
+        before = measure()
         stand.load_adapters()
         stand.fill_cache(max(_BLOCK, options.context))
-        cases = []
+        measured = []
         for adapters in sorted(set(options.adapters)):
             for batch in sorted(set(options.batch)):
                 note(f"decoding, batch {batch}, {min(adapters, batch)} adapters")
-                cases.append(
+                measured.append(
                     decode_case(
                         stand,
-                        machine,
                         gateways.get(batch),
                         batch=batch,
                         num_adapters=min(adapters, batch),
@@ -188,16 +192,16 @@ def _run(options: argparse.Namespace, note: Note) -> None:
                 )
             if options.prefill:
                 note(f"prefill, {options.prefill} tokens, {min(adapters, 1)} adapters")
-                cases.append(
+                measured.append(
                     prefill_case(
                         stand,
-                        machine,
                         gateways.get(1),
                         num_tokens=options.prefill,
                         is_adapted=adapters > 0,
                         num_steps=max(2, options.steps // 6),
                     )
                 )
+        machine = measure().at_least(before)
         facts = stand.engine.facts
         profile = Profile(
             model=model_dir.name,
@@ -205,7 +209,7 @@ def _run(options: argparse.Namespace, note: Note) -> None:
             backends={**facts.backends, "ops": model.ops.name},
             machine=machine,
             has_fused_layers=model.has_fused_layers,
-            cases=cases,
+            cases=[case.against(machine) for case in measured],
         )
     note("done")
     text = msgspec.json.format(msgspec.json.encode(profile)).decode()

@@ -26,6 +26,14 @@ class MachineFigures(msgspec.Struct, frozen=True, kw_only=True):
     gemm_dtype: str
     num_threads: int
 
+    def at_least(self, other: MachineFigures) -> MachineFigures:
+        """Of each figure the higher: what else ran meanwhile can only have lowered one."""
+        return msgspec.structs.replace(
+            self,
+            read_gb_s=max(self.read_gb_s, other.read_gb_s),
+            gemm_gflop_s=max(self.gemm_gflop_s, other.gemm_gflop_s),
+        )
+
 
 def measure_machine(
     dtype: torch.dtype,
