@@ -134,9 +134,9 @@ INLINE void attention_scores(const uint16_t *query, size_t width, const uint16_t
     if (first <= 3 && 3 < end) _tile_stored(3, score + 3 * AMX_ROWS, score_bytes);
 }
 
-/* The same products, bit for bit, the other way round: a group of 16 keys as they lie, `key_bytes` from one to the next,
- * times packed queries (dims / 32, 16 pairs of dims, 16 queries). Worth it where no other rows would share packed
- * keys. score: 16 columns of the first `rows` of (16, PACK_KEYS), and of up to three behind; turned: (16, 16). */
+/* The same products, bit for bit, the other way round: a group of 16 keys as they lie, `key_bytes` from one to the
+ * next, times packed queries (dims / 32, 16 pairs of dims, 16 queries). Worth it where no other rows would share
+ * packed keys. score: 16 columns of (16, PACK_KEYS), of the first `rows` and up to three more; turned: (16, 16). */
 INLINE void attention_scores_turned(const uint16_t *key, size_t key_bytes, size_t width,
                                     const uint16_t *packed_query, int rows, float *turned, float *score) {
     amx_written();
