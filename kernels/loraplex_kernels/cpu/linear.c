@@ -274,6 +274,7 @@ static void linear_block(const linear_work *work, int64_t first_row, int64_t num
     linear_finish(work, sum, stride, first_row, num_rows, first, end - first);
 }
 
+_Static_assert(BLOCK_K == PANEL_GROUP, "int4 has one scale a group, in a block as in a panel");
 /* Of a format of blocks.h: products in tiles. */
 #define LINEAR_AMX 16
 
