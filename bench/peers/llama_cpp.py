@@ -34,6 +34,8 @@ class LlamaCpp(Server):
         self.name = f"llama-{kind}"
         self.title = f"llama.cpp {'bf16' if kind == 'bf16' else kind.upper()}"
         self.weights = "bfloat16" if kind == "bf16" else kind.upper()
+        if kind == "q4_1":
+            self.cannot = (*self.cannot, "runs without its AMX kernels, which crash as built here")
         self._tools: LlamaTools | None = None
         self._base = Path()
         self._adapters: dict[str, Path] = {}
@@ -59,6 +61,10 @@ class LlamaCpp(Server):
         command += ["--host", "127.0.0.1", "--port", str(port), "--parallel", str(slots)]
         command += ["--ctx-size", str(slots * per_slot), "--threads", threads]
         command += ["--threads-batch", threads, "--threads-http", "2"]
+        if self._kind == "q4_1":
+            # Its AMX kernel of this type ends with an illegal instruction (tilezero) at the start, as GCC 12 builds
+            # it. No other kernel for x86 wants this type repacked.
+            command.append("--no-repack")
         for name in names:
             command += ["--lora", self._adapters[name]]
         if names:

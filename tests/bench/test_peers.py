@@ -135,6 +135,7 @@ def test_llama_has_a_slot_for_each_in_flight_and_names_an_adapter_also_for_the_b
     assert int(_value(command, "--ctx-size")) >= 16 * one.longest
     assert command.count("--lora") == len(names) > 16
     assert "--lora-init-without-apply" in command
+    assert "--no-repack" not in command
     assert target.extra[names[3]] == {"lora": [{"id": 3, "scale": 1.0}]}
     assert target.extra[BASE_MODEL] == {"lora": [{"id": 0, "scale": 0.0}]}
 
@@ -157,6 +158,7 @@ def test_without_adapters_lora_is_off(
         if part.startswith(("--lora", "--enable-lora"))
     ]
     assert [target.extra for target in targets] == [{}, {}]
+    assert "--no-repack" in started[0]
 
 
 def test_vllm_has_room_for_every_adapter_in_flight(
