@@ -192,7 +192,8 @@ def assemble_engine(
         kv_cache_dtype=config.kv_cache_dtype,
         image=image,
     )
-    # What a block holds does not depend on how many ranks share it. The backend's name says what it is kept in.
+    # What a block holds does not depend on how many ranks share it. The backend's name says what it is kept in, and
+    # by which arithmetic it attends.
     block_format = f"{attention.name}/block{config.block_size}/{dtype}"
     eos_token_ids = frozenset(model.config.eos_token_ids)
     grammars = open_grammars(config, model.config.num_token_ids, eos_token_ids)
@@ -208,7 +209,10 @@ def assemble_engine(
             config,
             sizes,
             model_fingerprint=fingerprint,
-            kv_format=block_format,
+            # Keys and values have the bits of all who computed them: others' blocks are no substitute.
+            kv_format="/".join(
+                (block_format, model.linear_name, lora.name if lora else "none", model.ops.name)
+            ),
             vocab_size=model.config.num_token_ids,
             publish=publish_block_event,
         ),

@@ -1,8 +1,11 @@
-"""What makes two replicas give the same answers, as one digest.
+"""What makes two replicas serve the same model, as one digest.
 
 sha256 over: the digests of weights, tokenizer, chat template, model config and sampling defaults, the
 dtype, what weights are quantized to, what keys and values are kept in, the engine's version and the image it
 runs in. Routers and pins compare it.
+
+Which CPU or GPU computes, and with which backends, is not in it: their last bits may differ. A replica's record and the
+names of its blocks (kv/hashing.py) tell those apart.
 
 Hashing a model's weights takes a second per few hundred megabytes, so the digest of each file is kept
 beside the model, in `.loraplex-digests.json`, and believed while size and modification time are the

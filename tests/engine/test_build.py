@@ -8,10 +8,12 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.block_events import TOPIC, BlockMirror, decode_batch
@@ -26,9 +28,13 @@ from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
 from loraplex_engine.row_rule_verdict import recall_or_check
 from loraplex_engine.server import EngineServer, ServerOptions
 from loraplex_engine.step_loop import ReplicaFacts
+from loraplex_kernels.cpu.attention import NativeAttentionKernel
+from loraplex_kernels.cpu.build import NativeBuildError, load_library
+from loraplex_kernels.cpu.linear import list_arithmetics
+from loraplex_kernels.cpu.lora import LoraKernel
 from prometheus_client import generate_latest
 
-from tests.support.adapter_files import make_adapter
+from tests.support.adapter_files import make_adapter, native_cache_dir
 from tests.support.core_driver import run_to_end
 from tests.support.tiny_model import TinyShape, write_tiny_model
 
@@ -313,13 +319,9 @@ def test_a_quantized_replica_is_another_one_whose_rows_are_still_their_own(
 # ---------------------------------------------------------------------------- fingerprint
 
 
-def test_replicas_whose_caches_differ_in_kind_share_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (tmp_path / "model").mkdir()
-    write_tiny_model(tmp_path / "model", TinyShape(hidden_size=32, num_heads=2, head_dim=16))
-    replicas: list[ReplicaFacts] = []
+@pytest.fixture
+def block_names(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
+    """What each replica that is assembled calls a block of the same tokens."""
     names: set[bytes] = set()
 
     def watched(*args: Any, **named: Any) -> PrefixCache | None:
@@ -331,6 +333,16 @@ def test_replicas_whose_caches_differ_in_kind_share_nothing(
         return cache
 
     monkeypatch.setattr("loraplex_engine.build.open_prefix_cache", watched)
+    return names
+
+
+def test_replicas_whose_caches_differ_in_kind_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_names: set[bytes]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "model").mkdir()
+    write_tiny_model(tmp_path / "model", TinyShape(hidden_size=32, num_heads=2, head_dim=16))
+    replicas: list[ReplicaFacts] = []
     for kv_cache_dtype in ("auto", "int8", "fp8"):
         changes = {"attention_backend": "triton", "kv_cache_dtype": kv_cache_dtype}
         config = make_config(tmp_path, store_url=None, **changes)
@@ -345,7 +357,84 @@ def test_replicas_whose_caches_differ_in_kind_share_nothing(
         "triton-fp8/block16/float32/tp1",
     ]
     assert [facts.backends["kv_cache"] for facts in replicas] == ["float32", "int8", "fp8"]
-    assert len(names) == 3
+    assert len(block_names) == 3
+
+
+@pytest.fixture(scope="module")
+def kernels(pytestconfig: pytest.Config) -> Path:
+    """A cache in which they are compiled."""
+    cache = native_cache_dir(pytestconfig)
+    try:
+        load_library("linear", cache / "native")
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+    return cache
+
+
+def test_replicas_whose_products_differ_share_no_blocks(
+    folder: Path, model_dir: Path, digests: list[str], kernels: Path, block_names: set[bytes]
+) -> None:
+    def assemble(**changes: object) -> ReplicaFacts:
+        replica = assemble_engine(make_config(folder, **changes), cache=kernels)
+        replica.close()
+        return replica.facts
+
+    parts = ("attention", "lora", "linear", "ops")
+    others = [assemble(), *(assemble(**{f"{part}_backend": "torch"}) for part in parts)]
+
+    assert len({facts.model_fingerprint for facts in others}) == 1
+    assert len({tuple(facts.backends[part] for part in parts) for facts in others}) == 5
+    assert len(block_names) == 5
+
+
+def test_products_in_tiles_are_named_wherever_they_are_made(
+    folder: Path,
+    model_dir: Path,
+    digests: list[str],
+    kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block_names: set[bytes],
+) -> None:
+    """Two CPUs' replicas of one bf16 model, of which one has matrix tiles."""
+    if "amx" not in list_arithmetics(torch.bfloat16, kernels / "native"):
+        pytest.skip("this CPU has no matrix tiles (AMX) for bf16")
+
+    def assemble() -> ReplicaFacts:
+        replica = assemble_engine(make_config(folder, dtype="bfloat16"), cache=kernels)
+        replica.close()
+        return replica.facts
+
+    with_tiles = assemble()
+    monkeypatch.setattr(
+        "loraplex_engine.model.native_linear.list_arithmetics", lambda *_: ("fp32",)
+    )
+    monkeypatch.setattr(
+        "loraplex_engine.attention.native_attention.NativeAttentionKernel",
+        partial(NativeAttentionKernel, in_tiles=False),
+    )
+    monkeypatch.setattr(
+        "loraplex_engine.lora.setup.LoraKernel", lambda folder: _Untiled(LoraKernel(folder))
+    )
+    without = assemble()
+
+    for part in ("attention", "lora", "linear"):
+        assert (with_tiles.backends[part], without.backends[part]) == ("native_amx", "native")
+    assert with_tiles.kv_format == "native_amx/block16/bfloat16/tp1"
+    assert without.kv_format == "native/block16/bfloat16/tp1"
+    assert with_tiles.model_fingerprint == without.model_fingerprint
+    assert len(block_names) == 2
+
+
+class _Untiled:
+    """A LoRA kernel as on a CPU without tiles."""
+
+    has_tiles = False
+
+    def __init__(self, kernel: LoraKernel) -> None:
+        self._kernel = kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from loraplex_kernels.cpu.attention import AttentionWork, NativeAttentionKernel
 from loraplex_kernels.cpu.ops import OpsKernel
 from torch import Tensor
 
+from loraplex_engine.arithmetic import native_name
 from loraplex_engine.attention.base import AttentionBatch, AttentionShape
 
 
@@ -31,7 +32,6 @@ class NativePlan:
 class NativeAttention:
     """`AttentionBackend` on the compiled CPU kernel."""
 
-    name = "native"
     splits_prompts = False  # one routine's bits for all
 
     def __init__(
@@ -61,6 +61,7 @@ class NativeAttention:
             window=shape.window,
             soft_cap=shape.soft_cap,
         )
+        self.name = native_name("amx" if self.kernel.in_tiles else "fp32")
         self._ops = OpsKernel(shape.dtype, cache_dir=cache_dir, num_threads=num_threads)
 
     def allocate_kv(self, num_blocks: int) -> Tensor:

@@ -80,7 +80,7 @@ class BlockHasher:
 
     Args:
         model_fingerprint: weights, dtype and everything else that changes keys and values.
-        kv_format: how a block lies in memory; the parallel degree is not part of it.
+        kv_format: how a block lies in memory, and which arithmetics computed it; the parallel degree is not part of it.
         public_prefixes: token ids that all tenants may share (see `kv.public_prefix`).
     """
 

@@ -217,8 +217,6 @@ class NativeBatch:
 class NativeLora:
     """One call of the C kernel per site, over all adapters of the step."""
 
-    name: Final = "native"
-
     def __init__(
         self, pool: SlotWeights[NativeWeights], shape: ModelShape, kernel: LoraKernel
     ) -> None:

@@ -14,6 +14,7 @@ from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.lora import LoraKernel
 from loraplex_kernels.plans import PlanTable
 
+from loraplex_engine.arithmetic import native_name
 from loraplex_engine.artifact import AdapterLimits, AdapterStore, ModelShape
 from loraplex_engine.device.staging import Staging
 from loraplex_engine.lora.backend import NativeLora, SlotWeights, TorchLora
@@ -149,7 +150,7 @@ def _open_parts(
         )
     tiles = kernel if kernel.has_tiles and dtype is torch.bfloat16 else None
     return _Parts(
-        NativeLora.name,
+        native_name("fp32" if tiles is None else "amx"),
         partial(pack_native, tiles=tiles),
         lambda slots, _, shape, __: NativeLora(slots, shape, kernel),
     )

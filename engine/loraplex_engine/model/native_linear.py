@@ -16,7 +16,6 @@ import structlog
 import torch
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.linear import (
-    Arithmetic,
     LinearKernel,
     PackedLinear,
     list_arithmetics,
@@ -25,6 +24,7 @@ from loraplex_kernels.cpu.quantize import Quantizer
 from loraplex_kernels.plans import Phase
 from torch import Tensor
 
+from loraplex_engine.arithmetic import native_name
 from loraplex_engine.config import LinearBackendName, Quantization
 from loraplex_engine.errors import ConfigError, ModelError
 from loraplex_engine.model.linear import (
@@ -39,12 +39,6 @@ from loraplex_engine.model.linear import (
 
 log = structlog.get_logger(__name__)
 
-# Of a method's name: which products it makes, and so which bits.
-_SUFFIXES: Final[dict[Arithmetic, str]] = {
-    "fp32": "",
-    "amx": "_amx",
-    "avx512_bf16": "_avx512_bf16",
-}
 # Between lines that tell how far quantization is.
 _PROGRESS_S: Final = 10.0
 
@@ -68,7 +62,7 @@ class NativeMethod:
     row_multiple = 1
 
     def __init__(self, kernel: LinearKernel) -> None:
-        self.name = f"native{_SUFFIXES[kernel.arithmetic]}"
+        self.name = native_name(kernel.arithmetic)
         self._kernel = kernel
 
     def pack(self, weight_NK: Tensor, bias_N: Tensor | None) -> NativeLinear:
@@ -104,7 +98,7 @@ class QuantizedMethod:
 
     def __init__(self, kernel: LinearKernel, quantizer: Quantizer, *, bits: int) -> None:
         assert bits in (4, 8)
-        self.name = f"native_int{bits}{_SUFFIXES[kernel.arithmetic]}"
+        self.name = native_name(kernel.arithmetic, f"int{bits}")
         self._kernel = kernel
         self._quantize_head = quantizer.int8
         self._quantize = quantizer.int8 if bits == 8 else quantizer.int4
