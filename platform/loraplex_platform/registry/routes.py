@@ -106,7 +106,8 @@ async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Conte
     400 with code `adapter_rejected`; `param` is the faulty field and the message the remedy.
     Without a ready engine the answer is 503 and nothing is stored, unless `probe` is false: that goes
     without an engine and many times faster, and what would have been refused for changing nothing, or
-    for an output that is not finite, is found by who uses it.
+    for an output that is not finite, is found by who uses it. The same files again with a
+    probe are 409, for a version never changes: `probe` false, or another `name`.
     """
     async with context.sessions() as session:
         await tenancy.get_tenant(session, tenant_id)

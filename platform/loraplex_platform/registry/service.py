@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.db import Adapter, AdapterVersion, BaseModel
 from loraplex_platform.db.session import SessionFactory
-from loraplex_platform.errors import NotFoundError, UnavailableError
+from loraplex_platform.errors import ConflictError, NotFoundError, UnavailableError
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.registry import queries
@@ -95,6 +95,7 @@ class AdapterIntake:
 
         Raises:
             AdapterRejectedError: it cannot be served; says why and what to do.
+            ConflictError: the version is there, but was not probed, as is asked now.
             UnavailableError: no engine is ready for a probe, or the store cannot be written.
         """
         self._check_hashes(upload)
@@ -102,6 +103,7 @@ class AdapterIntake:
         async with self._sessions() as session:
             known = await _find_known(session, tenant_id, upload.name, verdict.digest)
         if known is not None:
+            _check_probe(known.version, is_wanted=upload.is_probed)
             return known
         if upload.is_probed:
             # Before anything is stored: without an engine there is no probe, and no version.
@@ -127,7 +129,11 @@ class AdapterIntake:
     async def keep(
         self, session: AsyncSession, actor: Actor, tenant_id: UUID, vetted: Vetted
     ) -> Stored:
-        """Make it a version, in the caller's transaction; a copy uploaded meanwhile wins."""
+        """Make it a version, in the caller's transaction; a copy uploaded meanwhile wins.
+
+        Raises:
+            ConflictError: that copy was not probed, and this one was.
+        """
         await queries.lock_name(session, "adapter", str(tenant_id), vetted.name)
         adapter = await queries.find_adapter_by_name(session, tenant_id, vetted.name)
         verdict = vetted.verdict
@@ -149,6 +155,7 @@ class AdapterIntake:
             )
         known = await queries.find_version_by_digest(session, tenant_id, adapter.id, verdict.digest)
         if known is not None:
+            _check_probe(known, is_wanted=vetted.report["probe"] is not None)
             return Stored(adapter, known, is_new=False)
         number = await queries.last_version_number(session, tenant_id, adapter.id) + 1
         version = AdapterVersion(
@@ -202,6 +209,16 @@ async def _find_known(
         return None
     version = await queries.find_version_by_digest(session, tenant_id, adapter.id, digest)
     return None if version is None else Stored(adapter, version, is_new=False)
+
+
+def _check_probe(version: AdapterVersion, *, is_wanted: bool) -> None:
+    """A version never changes, nor does its report: a probe cannot be made up for."""
+    if is_wanted and version.report.get("probe") is None:
+        raise ConflictError(
+            "These files are a version already, which was uploaded with 'probe' false. Send 'probe' false for that"
+            " version as it is, or another 'name' to have them probed.",
+            param="probe",
+        )
 
 
 def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any] | None) -> dict[str, Any]:

@@ -334,6 +334,42 @@ async def test_an_upload_without_a_probe_is_checked_and_asks_no_engine(stand: St
     assert stand.engine.received_of(Generate) == []
 
 
+async def test_a_probe_is_not_made_up_for_and_whoever_asks_is_told(stand: Stand) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    first = await stand.upload(tenant_id, "a", adapter(), data={"probe": "false"})
+
+    asking = await stand.upload(tenant_id, "a", adapter())
+    again = await stand.upload(tenant_id, "a", adapter(), data={"probe": "false"})
+    other = await stand.upload(tenant_id, "b", adapter())
+    known = await stand.upload(tenant_id, "b", adapter(), data={"probe": "false"})
+
+    error = error_of(asking, 409, "conflict")
+    assert error["param"] == "probe"
+    assert "'probe' false" in error["message"]
+    assert (again.status_code, again.json()) == (200, first.json())
+    assert other.status_code == 201
+    assert other.json()["version"]["report"]["probe"]["changed"] == len(probe.PROMPTS)
+    assert (known.status_code, known.json()) == (200, other.json())
+
+
+async def test_a_copy_that_was_not_probed_and_came_first_is_told_too(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    run = probe.Prober.run
+
+    async def run_slowly(self: probe.Prober, target: probe.ProbeTarget) -> Any:
+        first = await stand.upload(tenant_id, "a", adapter(), data={"probe": "false"})
+        assert first.status_code == 201, first.text
+        return await run(self, target)
+
+    monkeypatch.setattr(probe.Prober, "run", run_slowly)
+
+    late = await stand.upload(tenant_id, "a", adapter())
+
+    assert error_of(late, 409, "conflict")["param"] == "probe"
+
+
 async def test_whether_to_probe_is_yes_or_no(stand: Stand) -> None:
     tenant_id = (await stand.tenant("acme"))["id"]
 
