@@ -222,7 +222,7 @@ static void attention_find_slots(const attention_shape *shape, const int32_t *ta
 
 INLINE void attention_fetch(const void *kv, size_t element, size_t count, size_t element_bytes) {
     const char *from = (const char *)kv + element * element_bytes;
-        for (size_t byte = 0; byte < count * element_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    for (size_t byte = 0; byte < count * element_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
 /* A row's scores, as products, become capped ones in log2. */
