@@ -82,6 +82,7 @@ INLINE void bf16_amx(int format, int has_second, const bf16_rows *rows, const ch
                      int64_t end, float *sum, int from_zero, bf16_ahead ahead) {
     enum { SUM_BYTES = BLOCK_OUTPUTS * 4, HALF = BLOCK_TILE_OUTPUTS, SECOND = AMX_ROWS * BLOCK_OUTPUTS };
     char wide[2][BLOCK_BYTES] __attribute__((aligned(64)));
+    amx_written();
     if (from_zero) {
         _tile_zero(0);
         _tile_zero(1);
