@@ -128,7 +128,8 @@ class AdminClient:
             return self._json(
                 "POST",
                 f"/tenants/{tenant_id}/adapters",
-                data={"name": name, "probe": "true" if is_probed else "false"},
+                # A control API that knows no probe=false refuses the field, and probes without it.
+                data={"name": name} | ({} if is_probed else {"probe": "false"}),
                 files={
                     "adapter_config": ("adapter_config.json", config, "application/json"),
                     "adapter_model": (
