@@ -122,6 +122,10 @@ def _parse(contenders: Sequence[Contender]) -> argparse.Namespace:
         parser.error("--rounds must be 1 at least")
     if not (args.model / "config.json").exists():
         parser.error(f"--model {args.model} is no model folder: `make model` makes the default one")
+    if args.prepare_only and not args.peers:
+        parser.error(
+            "--prepare-only prepares peers, but --peers names none: name some, or leave one out"
+        )
     if args.quick:
         args.rounds = 1
     args.limit_s = args.limit_s or (_QUICK_LIMIT_S if args.quick else _LIMIT_S)

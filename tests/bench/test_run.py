@@ -179,3 +179,17 @@ def test_a_name_that_is_not_known_is_refused_with_those_that_are(
         run._parse([_Fake("loraplex"), _Fake("a")])
 
     assert "'ollama' is not one of a" in capsys.readouterr().err
+
+
+def test_to_prepare_no_peer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokenizer_json: Path
+) -> None:
+    (tokenizer_json.parent / "config.json").write_text("{}")
+    model = ["--model", str(tokenizer_json.parent)]
+    monkeypatch.setattr("sys.argv", ["bench", *model, "--prepare-only", "--peers", "none"])
+
+    with pytest.raises(SystemExit) as ended:
+        run._parse([_Fake("loraplex"), _Fake("a")])
+
+    assert ended.value.code == 2
+    assert "--peers names none" in capsys.readouterr().err
