@@ -128,7 +128,8 @@ def main() -> None:
     from loraplex_engine.runner import load_model
 
     config = EngineConfig(model_dir=args.model_dir, base_model=BASE_MODEL, dtype=args.dtype)
-    model, _ = load_model(config)
+    # The weights as the server reads them: what torch keeps is wider than a checkpoint in bf16.
+    model, _ = load_model(config, cache=cache_dir())
     shape = ModelShape.from_config_json(args.model_dir / "config.json")
     measured = measure_machine(model.dtype, kernel_dir=cache_dir() / "native")
     machine = at_least(measured, args.read_gb_s, args.gemm_gflop_s)

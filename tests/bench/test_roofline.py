@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from loraplex_engine.profiling.machine import MachineFigures
+import json
+from pathlib import Path
+from typing import Any
 
-from bench.roofline import at_least, steps
+import pytest
+import torch
+from loraplex_engine import runner
+from loraplex_engine.profiling import machine
+from loraplex_engine.profiling.machine import MachineFigures
+from loraplex_kernels.cpu.build import NativeBuildError, load_library
+
+from bench import workload
+from bench.roofline import at_least, main, steps
 from bench.suite import BASE_MODEL
 from bench.workload import WorkItem
+from tests.support.adapter_files import native_cache_dir
+from tests.support.tiny_model import TinyShape, write_tiny_model
 
 _RANKS = {BASE_MODEL: 0, "a": 8, "b": 16}
 
@@ -54,3 +66,40 @@ def test_each_figure_is_the_better_of_two_measurements() -> None:
     best = at_least(now, 15.0, 120.0)
 
     assert (best.read_gb_s, best.gemm_gflop_s, best.num_threads) == (20.0, 120.0, 2)
+
+
+def test_the_floor_reads_the_weights_that_the_server_reads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pytestconfig: pytest.Config,
+) -> None:
+    """Of a checkpoint in bf16 the native linears keep half the bytes that torch's keep in fp32."""
+    cache = native_cache_dir(pytestconfig)
+    try:
+        load_library("linear", cache / "native")
+    except NativeBuildError as error:
+        pytest.skip(f"no C compiler here: {error}")
+    write_tiny_model(tmp_path / "model", TinyShape(dtype=torch.bfloat16))
+    workload.write([WorkItem(0, BASE_MODEL, [5, 6, 7], 2)], tmp_path / "one.jsonl")
+    figures = MachineFigures(read_gb_s=1e-3, gemm_gflop_s=1e9, gemm_dtype="float32", num_threads=1)
+    monkeypatch.setattr(machine, "measure_machine", lambda *_, **__: figures)
+    monkeypatch.setenv("LORAPLEX_CACHE_DIR", str(cache))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "2000")  # as `main` would, and leave it
+    loaded: list[Any] = []
+    load_model = runner.load_model
+
+    def load(*args: Any, **named: Any) -> Any:
+        loaded.append(load_model(*args, **named))
+        return loaded[-1]
+
+    monkeypatch.setattr(runner, "load_model", load)
+    flags = ["--model-dir", str(tmp_path / "model"), "--dtype", "float32"]
+    flags += ["--adapters", str(tmp_path), f"{tmp_path}/one.jsonl:1"]
+    monkeypatch.setattr("sys.argv", ["roofline", *flags])
+
+    main()
+
+    ((model, _),) = loaded
+    assert model.linear_name == "native"
+    assert json.loads(capsys.readouterr().out)["floor_s"]["one"] > 0
