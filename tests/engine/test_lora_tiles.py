@@ -47,6 +47,7 @@ from tests.support.adapter_files import (
     native_cache_dir,
     write_folder,
 )
+from tests.support.tile_state import leaves_tiles_in_use
 
 BF16 = torch.bfloat16
 # Every kind of last step and block: below and at half a tile, odd, of one step and of several.
@@ -330,3 +331,24 @@ def test_planes_of_a_block_follow_each_other(packer: LoraKernel) -> None:
     assert (b[0, 0] == low).all()
     assert (b[0, 1] == high).all()
     assert (b[1, :, :, 8:] == 0).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_tiles_are_released(
+    kernel: LoraKernel, tmp_path: Path, pytestconfig: pytest.Config, num_rows: int
+) -> None:
+    artifact = make_adapter(tmp_path, rank=8, linears=ALL_LINEARS)
+    backend = open_native(kernel, [artifact], TINY_SHAPE, BF16)
+    layout = site_layouts(TINY_SHAPE)[0]
+    x = random_rows(num_rows, layout.num_inputs, BF16)
+    y = random_rows(num_rows, layout.num_outputs, BF16, seed=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        in_use = leaves_tiles_in_use(
+            lambda: run(backend, y, x, [0] * num_rows, "qkv"), native_cache_dir(pytestconfig)
+        )
+    finally:
+        torch.set_num_threads(before)
+
+    assert not in_use

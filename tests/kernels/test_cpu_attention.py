@@ -16,6 +16,7 @@ from loraplex_kernels.cpu.build import NativeBuildError
 
 from tests.support.adapter_files import native_cache_dir
 from tests.support.cpu import cpu_flags
+from tests.support.tile_state import leaves_tiles_in_use
 
 HEAD_DIM = 8
 
@@ -270,4 +271,14 @@ def test_tiles_that_the_cpu_does_not_have_are_refused(request: pytest.FixtureReq
             cache_dir=native_cache_dir(request.config),
             num_threads=1,
             in_tiles=True,
+        )
+
+
+@pytest.mark.parametrize("open_kernel", ["bf16 in tiles"], indirect=True)
+def test_tiles_are_released(open_kernel: Open, pytestconfig: pytest.Config) -> None:
+    sequence = Sequence(open_kernel(head_dim=64, num_threads=1), length=40)
+
+    for start in (0, 39):
+        assert not leaves_tiles_in_use(
+            lambda start=start: sequence.run(start, 40), native_cache_dir(pytestconfig)
         )

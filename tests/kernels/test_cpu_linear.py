@@ -14,6 +14,7 @@ from loraplex_kernels.cpu.quantize import Quantizer
 from torch import Tensor
 
 from tests.support.adapter_files import native_cache_dir
+from tests.support.tile_state import leaves_tiles_in_use
 
 FORMATS = ["fp32", "bf16", "int8", "int4"]
 ARITHMETICS: list[Arithmetic] = ["fp32", "avx512_bf16", "amx"]
@@ -56,7 +57,7 @@ class Packer:
         return linear, quantized.dequantized()
 
 
-def open_packer(config: pytest.Config, arithmetic: Arithmetic) -> Packer:
+def open_packer(config: pytest.Config, arithmetic: Arithmetic, num_threads: int = 2) -> Packer:
     cache_dir = native_cache_dir(config)
     try:
         found = list_arithmetics(torch.bfloat16, cache_dir)
@@ -64,7 +65,7 @@ def open_packer(config: pytest.Config, arithmetic: Arithmetic) -> Packer:
         pytest.skip(f"no C compiler here: {error}")
     if arithmetic not in found:
         pytest.skip(f"this CPU has no {arithmetic}")
-    return Packer(cache_dir, 2, arithmetic)
+    return Packer(cache_dir, num_threads, arithmetic)
 
 
 @pytest.fixture(scope="module", params=ARITHMETICS)
@@ -289,3 +290,13 @@ def test_quantized_weights_take_the_memory_they_should(packer: Packer) -> None:
     assert sizes["bf16"] == weight.numel() * 2
     assert sizes["int8"] == weight.numel() + 64 * 4
     assert sizes["int4"] == weight.numel() * 5 // 8
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_tiles_are_released(pytestconfig: pytest.Config, weight_format: str, num_rows: int) -> None:
+    packer = open_packer(pytestconfig, "amx", num_threads=1)
+    linear, _ = packer.pack(weight_format, draw(72, 576))
+    x = draw(num_rows, 576).bfloat16()
+
+    assert not leaves_tiles_in_use(lambda: packer.forward(x, linear), packer.cache_dir)
