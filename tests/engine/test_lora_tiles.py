@@ -22,6 +22,7 @@ from loraplex_engine.lora.sites import SITE_INDEX, SITES, site_layouts
 from loraplex_engine.lora.weights import pack_native
 from loraplex_kernels.cpu.lora import (
     LoraKernel,
+    LoraStep,
     SiteFormat,
     padded_rank,
 )
@@ -352,3 +353,36 @@ def test_tiles_are_released(
         torch.set_num_threads(before)
 
     assert not in_use
+
+
+def _step_of(packer: LoraKernel, folder: Path, rows: list[int], sizes: list[int]) -> LoraStep:
+    artifact = make_adapter(folder, rank=8, linears=ALL_LINEARS)
+    return LoraStep(
+        site_tables=[pack_native(artifact, TINY_SHAPE, tiles=packer).sites] * len(sizes),
+        group_sizes=np.array(sizes, dtype=np.int32),
+        rows=np.array(rows, dtype=np.int32),
+        max_inputs=TINY_SHAPE.hidden_size,
+        num_threads=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [([0, 2, 1, 3], [4]), ([1, 1], [2]), ([4, 5, 3, 2], [2, 2]), ([1, 2, 0], [0, 3])],
+)
+def test_rows_that_do_not_ascend_within_a_group_are_refused(
+    packer: LoraKernel, tmp_path: Path, rows: list[int], sizes: list[int]
+) -> None:
+    """A chunk whose last row is its first and as many further is read as one piece."""
+    with pytest.raises(ValueError, match="do not ascend"):
+        _step_of(packer, tmp_path, rows, sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [([7], [1]), ([4, 5, 0, 3], [2, 2]), ([2, 1, 0], [1, 1, 1]), ([5, 6, 1], [0, 2, 0, 1, 0])],
+)
+def test_groups_may_lie_in_any_order(
+    packer: LoraKernel, tmp_path: Path, rows: list[int], sizes: list[int]
+) -> None:
+    _step_of(packer, tmp_path, rows, sizes)

@@ -66,7 +66,7 @@ typedef struct {
 /* What is the same for all calls of a step. */
 typedef struct lora_step {
     const lora_site *const *sites; /* by group (adapter): its table, indexed by site */
-    const int32_t *rows;           /* row of x and y, sorted by group */
+    const int32_t *rows;           /* row of x and y, sorted by group, ascending within one */
     const int32_t *begins;         /* by group: its first place in `rows`; and their number */
     float *h;                      /* (number of rows, h_stride), in the order of `rows` */
     float *wide;                   /* (num_threads, LORA_CHUNK, wide_stride): rows of a bf16 x, or of x in one piece */
@@ -316,6 +316,7 @@ static void lora_shrink_in_tiles(const lora_call *call, lora_chunk chunk, int fi
     const char *x = (const char *)call->x + (size_t)rows[0] * row_bytes;
     size_t x_stride = row_bytes;
     const int is_whole = row_bytes == steps * AMX_ROW_BYTES;
+    /* Rows of a group ascend: as many as lie between the first and the last are all of those. */
     if (!is_whole || rows[num_rows - 1] - rows[0] != num_rows - 1) {
         x_stride = steps * AMX_ROW_BYTES;
         for (int i = 0; i < num_rows; i++) {

@@ -100,9 +100,12 @@ class LoraStep:
         Args:
             site_tables: per group, the adapter's sites (SITE_DTYPE), one entry per (layer, site).
             group_sizes: rows of each group.
-            rows: row indices into x and y, group after group.
+            rows: row indices into x and y, group after group, ascending within a group.
             max_inputs: largest K of any site.
             num_threads: threads that a call may use.
+
+        Raises:
+            ValueError: rows of a group do not ascend.
         """
         max_rank = max(int(table["rank_total"].max()) for table in site_tables)
         # `padded_rank` adds no more than a sixteenth and one.
@@ -113,6 +116,12 @@ class LoraStep:
         self._rows = np.ascontiguousarray(rows, dtype=np.int32)
         self._begins = np.zeros(len(group_sizes) + 1, dtype=np.int32)
         np.cumsum(group_sizes, out=self._begins[1:])
+        # Of each row whether it may follow the one before, and one entry more, for the end of the last group.
+        may_follow = np.ones(len(self._rows) + 1, dtype=np.bool_)
+        np.greater(self._rows[1:], self._rows[:-1], out=may_follow[1:-1])
+        may_follow[self._begins] = True
+        if not may_follow.all():
+            raise ValueError(f"rows {self._rows} do not ascend within groups of {group_sizes}")
         num_h = len(self._rows) * h_stride
         self._scratch = np.empty(
             num_h + num_threads * _CHUNK * wide_stride + _LINE, dtype=np.float32
