@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import platform
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from loraplex_engine.protocol import SamplingParams
 from loraplex_engine.sampling.noise import gumbel, random_bits
 from loraplex_engine.sampling.sampler import SampleRow, sample
+from loraplex_engine.sampling.setup import open_survivors
+from loraplex_kernels.cpu import build
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.gumbel import GumbelSurvivors
 
@@ -104,3 +108,15 @@ def test_every_draw_is_the_same_with_and_without(
 
     assert native.token_ids_R.tolist() == sample(logits, rows).token_ids_R.tolist()
     assert len(calls) > count / 3
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="others have a fused multiply-add")
+def test_a_cpu_without_fma_draws_without_the_filter(
+    survivors: GumbelSurvivors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is a compiler, the fixture says."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=x86-64"))
+    with pytest.raises(NativeBuildError, match="failed on cut.c"):
+        GumbelSurvivors(tmp_path)
+
+    assert open_survivors(tmp_path) is None
