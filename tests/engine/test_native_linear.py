@@ -179,6 +179,10 @@ def test_without_a_compiler_auto_says_what_it_costs_and_what_was_asked_for_fails
     with structlog.testing.capture_logs() as logs:
         assert open_method() == choose_method(torch.float32).name
     assert [entry["event"] for entry in logs] == ["native_linear_unavailable"]
+    assert "AMX" not in logs[0]["effect"]
+    with structlog.testing.capture_logs() as logs:
+        open_linear_method(torch.bfloat16, cache_dir=tmp_path, num_threads=1)
+    assert "on a CPU with AMX prompts take much longer" in logs[0]["effect"]
     with structlog.testing.capture_logs() as logs:
         assert open_method(backend="torch") == "torch"
     assert logs == []

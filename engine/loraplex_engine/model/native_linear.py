@@ -39,6 +39,14 @@ from loraplex_engine.model.linear import (
 
 log = structlog.get_logger(__name__)
 
+_UNAVAILABLE: Final = (
+    "weights take twice the memory where the checkpoint is bf16, and steps of few rows longer"
+)
+# See `numerics_environment`.
+_NO_TILES: Final = (
+    "; on a CPU with AMX prompts take much longer too: for the row rule, oneDNN is kept from its tiles"
+    " (ONEDNN_MAX_CPU_ISA)"
+)
 # Between lines that tell how far quantization is.
 _PROGRESS_S: Final = 10.0
 
@@ -200,7 +208,7 @@ def open_linear_method(
             "native_linear_unavailable",
             reason=str(error),
             fallback=method.name,
-            effect="weights take twice the memory where the checkpoint is bf16, and steps of few rows longer",
+            effect=_UNAVAILABLE + (_NO_TILES if dtype == torch.bfloat16 else ""),
         )
         return method
 
