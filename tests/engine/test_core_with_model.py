@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+import torch
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.core import EngineCore, build_core
@@ -39,7 +40,7 @@ class Stand:
     backend: BackendName | None
     kernels: Path
 
-    def open_lora(self) -> Lora | None:
+    def open_lora(self, dtype: torch.dtype) -> Lora | None:
         if self.backend is None:
             return None
         return open_lora(
@@ -49,6 +50,7 @@ class Stand:
             max_loras=len(self.digests),
             max_cpu_loras=len(self.digests),
             backend=self.backend,
+            dtype=dtype,
         )
 
 
@@ -78,7 +80,7 @@ def digests(folder: Path) -> tuple[str, ...]:
 def stand(request: pytest.FixtureRequest, folder: Path, digests: tuple[str, ...]) -> Stand:
     made = Stand(folder, digests, request.param, native_cache_dir(request.config))
     try:
-        lora = made.open_lora()
+        lora = made.open_lora(torch.float32)
     except NativeBuildError as error:
         pytest.skip(f"no C compiler here: {error}")
     if lora is not None:
@@ -103,7 +105,7 @@ def make_core(stand: Stand, open_pools: list[Lora], **settings: Any) -> EngineCo
         **settings,
     )
     model, sizes = load_model(config)
-    lora = stand.open_lora()
+    lora = stand.open_lora(model.dtype)
     if lora is not None:
         open_pools.append(lora)
     return build_core(

@@ -27,8 +27,14 @@ LIMITS = RunnerLimits(num_blocks=40, block_size=16, max_num_seqs=4, max_model_le
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
-    model = load_decoder(write_tiny_model(tmp_path, TinyShape(num_layers=1)), torch.float32)
+def dtype() -> torch.dtype:
+    """Of the model; a test may ask for others."""
+    return torch.float32
+
+
+@pytest.fixture
+def runner(tmp_path: Path, dtype: torch.dtype) -> ModelRunner:
+    model = load_decoder(write_tiny_model(tmp_path, TinyShape(num_layers=1)), dtype)
     attention = TorchAttention(model.attention_shape, num_blocks=40, block_size=16)
     return ModelRunner(model, attention, LIMITS)
 
@@ -94,7 +100,7 @@ def test_the_largest_step_is_tried_too(runner: ModelRunner) -> None:
 
 
 @pytest.fixture(params=["native", "torch"])
-def trial(request: pytest.FixtureRequest, tmp_path: Path) -> LoraTrial:
+def trial(request: pytest.FixtureRequest, tmp_path: Path, dtype: torch.dtype) -> LoraTrial:
     write_tiny_model(tmp_path / "model", TinyShape(num_layers=1))
     shape = ModelShape.from_config_json(tmp_path / "model" / "config.json")
     lora = open_lora(
@@ -102,11 +108,13 @@ def trial(request: pytest.FixtureRequest, tmp_path: Path) -> LoraTrial:
         shape=shape,
         cache_dir=cache_dir(),
         backend=request.param,
+        dtype=dtype,
     )
     lora.pool.close()
     return make_trial(lora, shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adapters_are_tried_as_well(runner: ModelRunner, trial: LoraTrial) -> None:
     without, with_lora = check_row_rule(runner), check_row_rule(runner, lora=trial)
 
