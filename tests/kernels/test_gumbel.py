@@ -116,7 +116,7 @@ def test_a_cpu_without_fma_draws_without_the_filter(
 ) -> None:
     """That there is a compiler, the fixture says."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-march=x86-64"))
-    with pytest.raises(NativeBuildError, match="failed on cut.c"):
+    with pytest.raises(NativeBuildError, match=r"failed on cut\.c"):
         GumbelSurvivors(tmp_path)
 
     assert open_survivors(tmp_path) is None
