@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import loraplex_engine.profiling.machine as machine_module
 import msgspec
@@ -37,6 +38,7 @@ from loraplex_engine.profiling.seams import (
 )
 from loraplex_engine.profiling.stand import Stand
 from loraplex_kernels.cpu.build import NativeBuildError, load_library
+from loraplex_kernels.cpu.linear import LinearKernel, PackedLinear
 
 from tests.support.adapter_files import native_cache_dir
 from tests.support.tiny_model import TinyShape, write_tiny_model
@@ -275,19 +277,64 @@ def test_of_two_measurements_the_better_figures_count() -> None:
     assert (best.gemm_dtype, best.num_threads) == ("bfloat16", 2)
 
 
-def test_our_own_products_count_for_what_the_machine_can_do(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("ours_s", [0.25, 4.0])
+def test_our_own_products_count_where_they_are_the_faster(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, ours_s: float
+) -> None:
+    """All that torch does takes a second here."""
     cache = native_cache_dir(pytestconfig)
     try:
         load_library("linear", cache)
     except NativeBuildError as error:
         pytest.skip(f"no C compiler here: {error}")
+    products: list[torch.Tensor] = []
+    forward = LinearKernel.forward
+
+    def count(kernel: LinearKernel, x: torch.Tensor, linear: PackedLinear) -> torch.Tensor:
+        products.append(forward(kernel, x, linear))
+        return products[-1]
+
+    def best(run: Callable[[], object], seconds: float) -> float:
+        before = len(products)
+        run()
+        return ours_s if len(products) > before else 1.0
+
+    monkeypatch.setattr(LinearKernel, "forward", count)
+    monkeypatch.setattr(machine_module, "_best", best)
+    monkeypatch.setattr(machine_module, "_PART_BYTES", 1 << 16)
 
     figures = machine_module.measure_machine(
-        torch.bfloat16, kernel_dir=cache, read_bytes=1 << 16, gemm_sizes=(16,), seconds=0.001
+        torch.bfloat16, kernel_dir=cache, read_bytes=1 << 18, gemm_sizes=(32,)
     )
 
+    seconds = min(1.0, ours_s)
     assert figures.gemm_dtype == "bfloat16"
-    assert min(figures.read_gb_s, figures.gemm_gflop_s) > 0
+    assert figures.gemm_gflop_s == pytest.approx(2 * 32**3 / seconds / 1e9)
+    assert figures.read_gb_s == pytest.approx((1 << 18) / seconds / 1e9)
+    # Four parts of the weights, then the product of squares, and all of them right.
+    assert [product.shape[0] for product in products] == [1, 1, 1, 1, 32]
+    assert all(torch.equal(y, torch.full_like(y, 1024)) for y in products[:4])
+    assert torch.equal(products[4], torch.full_like(products[4], 32))
+
+
+@pytest.mark.parametrize(("free_gib", "read_gib"), [(64, 0.5), (1, 0.25)])
+def test_memory_is_read_past_the_caches_but_no_more_than_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, read_gib: float
+) -> None:
+    asked: list[int] = []
+
+    def read_s(num_bytes: int, *_: object) -> float:
+        asked.append(num_bytes)
+        return 1.0
+
+    monkeypatch.setattr(machine_module, "_read_s", read_s)
+    monkeypatch.setattr(machine_module, "_cache_bytes", lambda: 2**28)
+    free = SimpleNamespace(available=free_gib * 2**30)
+    monkeypatch.setattr(machine_module.psutil, "virtual_memory", lambda: free)
+
+    machine_module.measure_machine(torch.float32, gemm_sizes=(16,), seconds=0.001)
+
+    assert asked == [int(read_gib * 2**30)]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.linear import LinearKernel, list_arithmetics
 
 _READ_BYTES = 256 * 1024**2  # or twice the largest cache
+_MAX_READ_SHARE = 4  # one part in so many of the memory that is free now: a cache may be the host's, which many share
+_PART_BYTES = 32 * 1024**2  # of the weights that a product reads, which are made at once
 _GEMM_SIZES = (768, 1536)
 _ROW_INPUTS = 1024  # of the product of one row that reads
 _SECONDS = 1.0  # for each of the two, and routine
@@ -49,9 +52,11 @@ def measure_machine(
 
     Args:
         kernel_dir: for compiled kernels. None, or no compiler: torch alone is tried.
-        read_bytes: None: more than the caches hold.
+        read_bytes: None: more than the caches hold, as far as a quarter of the free memory goes.
     """
-    read_bytes = read_bytes or max(_READ_BYTES, 2 * _cache_bytes())
+    if read_bytes is None:
+        free = psutil.virtual_memory().available
+        read_bytes = min(max(_READ_BYTES, 2 * _cache_bytes()), free // _MAX_READ_SHARE)
     kernel = None if kernel_dir is None else _open_kernel(dtype, kernel_dir)
     return MachineFigures(
         read_gb_s=read_bytes / _read_s(read_bytes, kernel, seconds) / 1e9,
@@ -78,13 +83,20 @@ def _read_s(num_bytes: int, kernel: LinearKernel | None, seconds: float) -> floa
     best = min(_best(way, seconds / len(ways)) for way in ways)
     del numbers, ways
     if kernel is not None:
-        # One row's product reads its weights once, from large pages.
-        num_inputs = min(_ROW_INPUTS, num_bytes // 2)
-        weight = torch.ones(num_bytes // 2 // num_inputs, num_inputs, dtype=torch.bfloat16)
-        packed = kernel.pack(weight)
-        row = torch.ones(1, num_inputs, dtype=packed.row_dtypes[0])
-        taken = _best(partial(kernel.forward, row, packed), seconds)
-        best = min(best, taken * num_bytes / packed.num_bytes)
+        # One row's products read their weights once, from large pages.
+        part_bytes = min(num_bytes, _PART_BYTES)
+        num_inputs = min(_ROW_INPUTS, part_bytes // 2)
+        weight = torch.ones(part_bytes // 2 // num_inputs, num_inputs, dtype=torch.bfloat16)
+        parts = [kernel.pack(weight) for _ in range(num_bytes // part_bytes)]
+        del weight
+        row = torch.ones(1, num_inputs, dtype=parts[0].row_dtypes[0])
+
+        def multiply() -> None:
+            for part in parts:
+                kernel.forward(row, part)
+
+        taken = _best(multiply, seconds)
+        best = min(best, taken * num_bytes / sum(part.num_bytes for part in parts))
     return best
 
 
