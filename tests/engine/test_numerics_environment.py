@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from loraplex_engine.numerics_environment import prepare_numerics
 
-NAMES = {"GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"}
+EVERYWHERE = {
+    "GOMP_SPINCOUNT": "2000",
+    "OPENBLAS_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
+ON_INTEL = EVERYWHERE | {"MKL_CBWR": "AUTO,STRICT"}
+NAMES = ON_INTEL.keys()
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +39,19 @@ def cpu_info_of(vendor: str, folder: Path) -> Path:
 def test_all_of_them_are_told_on_intel(tmp_path: Path) -> None:
     prepare_numerics(cpu_info_of("GenuineIntel", tmp_path))
 
-    assert settings().keys() == NAMES
+    assert settings() == ON_INTEL
 
 
 def test_mkl_is_left_alone_on_other_cpus(tmp_path: Path) -> None:
     prepare_numerics(cpu_info_of("AuthenticAMD", tmp_path))
 
-    assert settings().keys() == NAMES - {"MKL_CBWR"}
+    assert settings() == EVERYWHERE
 
 
 def test_and_where_the_cpu_is_unknown(tmp_path: Path) -> None:
     prepare_numerics(tmp_path / "none")
 
-    assert settings().keys() == NAMES - {"MKL_CBWR"}
+    assert settings() == EVERYWHERE
 
 
 def test_what_an_operator_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
