@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.pool import AsyncAdaptedQueuePool, QueuePool
 from sqlalchemy.pool.base import ConnectionPoolEntry
 
+from loraplex_platform.db.stored_json import to_stored_json
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.settings import DatabaseSettings
 
@@ -88,6 +89,7 @@ def create_database_engine(
     engine = create_async_engine(
         settings.sqlalchemy_url(),
         connect_args=_connect_args(settings, statement_timeout_s),
+        json_serializer=to_stored_json,
         poolclass=_AsyncPool,
         pool_size=settings.database_pool_size,
         max_overflow=0,  # an overflow connection is closed after each use: a fork per request
@@ -106,6 +108,7 @@ def create_sync_database_engine(
     engine = create_engine(
         settings.sqlalchemy_url(),
         connect_args=_connect_args(settings, statement_timeout_s),
+        json_serializer=to_stored_json,
         poolclass=_SyncPool,
         pool_size=settings.database_pool_size,
         max_overflow=0,  # an overflow connection is closed after each use: a fork per request
