@@ -25,12 +25,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "attention_amx.h"
 #include "calls.h"
+#include "pool.h"
 #include "simd.h"
 #include "tiles.h"
 #include "v16.h"
@@ -1054,6 +1052,42 @@ static void attention_merge(const attention_call *call, const attention_item *it
     }
 }
 
+typedef struct {
+    const attention_call *call;
+    const attention_item *items;
+    float *scratch;
+    size_t floats; /* of a thread's scratch */
+} attention_job;
+
+static void attention_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const attention_job job = *(const attention_job *)context;
+    float *own = job.scratch + (size_t)thread * job.floats;
+#if ATTENTION_HAS_AMX
+    int configured = 0; /* rows of this thread's tiles */
+#endif
+    for (; item >= 0; item = pool_next(share)) {
+#if ATTENTION_HAS_AMX
+        if (job.call->shape->in_tiles) {
+            attention_run_tiles(job.call, job.items + item, own, &configured);
+            continue;
+        }
+#endif
+        attention_run(job.call, job.items + item, own);
+    }
+#if ATTENTION_HAS_AMX
+    if (configured) amx_release();
+#endif
+}
+
+/* An item for each kv head of each merge. */
+static void attention_share_merges(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const attention_job job = *(const attention_job *)context;
+    const int64_t heads = job.call->shape->num_kv_heads;
+    for (; item >= 0; item = pool_next(share))
+        attention_merge(job.call, job.items + item / heads, (int)(item % heads),
+                        job.scratch + (size_t)thread * job.floats);
+}
+
 /* q: rows of at least num_heads * head_dim, out: rows of num_heads * head_dim; kv: one layer's slots; table:
  * (sequences, table_width); merges: the queries whose tiles several items left in `partials`, with all of
  * their tiles and heads; scratch: num_threads * attention_scratch_floats(). Rows that no item names are
@@ -1061,36 +1095,9 @@ static void attention_merge(const attention_call *call, const attention_item *it
 void attention_forward(const attention_call *call, const attention_item *items, int32_t num_items,
                        const attention_item *merges, int32_t num_merges, float *scratch,
                        int32_t num_threads) {
-    const size_t floats = attention_scratch_floats(call->shape);
-    const int32_t heads = call->shape->num_kv_heads;
-#pragma omp parallel num_threads(num_threads) if (num_items > 1 && num_threads > 1)
-    {
-#ifdef _OPENMP
-        float *own = scratch + (size_t)omp_get_thread_num() * floats;
-#else
-        float *own = scratch;
-#endif
-#if ATTENTION_HAS_AMX
-        int configured = 0; /* rows of this thread's tiles */
-#endif
-#pragma omp for schedule(dynamic)
-        for (int32_t i = 0; i < num_items; i++) {
-#if ATTENTION_HAS_AMX
-            if (call->shape->in_tiles) {
-                attention_run_tiles(call, items + i, own, &configured);
-                continue;
-            }
-#endif
-            attention_run(call, items + i, own);
-        }
-#if ATTENTION_HAS_AMX
-        if (configured) amx_release();
-#endif
-        /* The loop before ends with a barrier: all partials are there. */
-        if (num_merges > 0) {
-#pragma omp for schedule(dynamic)
-            for (int32_t i = 0; i < num_merges * heads; i++)
-                attention_merge(call, merges + i / heads, i % heads, own);
-        }
-    }
+    attention_job job = {call, items, scratch, attention_scratch_floats(call->shape)};
+    pool_run(attention_share, &job, num_items, num_threads);
+    /* All partials are there. */
+    job.items = merges;
+    pool_run(attention_share_merges, &job, (int64_t)num_merges * call->shape->num_kv_heads, num_threads);
 }

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -42,20 +43,38 @@ class NativeBuildError(Exception):
 def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
     """The library built from `<name>.c`, compiled now unless the cache has it.
 
-    Import torch first: the library then shares torch's OpenMP threads instead of starting its own.
+    All libraries of a process share the threads of one pool.c. Import torch first: what packs weights at load then
+    shares torch's OpenMP threads instead of starting its own.
 
     Raises:
         NativeBuildError: it cannot be built or loaded here; use the torch fallback.
     """
+    _load_pool(cache_dir)
+    return _load(name, cache_dir, ctypes.DEFAULT_MODE)
+
+
+# Whose thread compiles or loads the pool: a second one would have threads of its own.
+_pool_lock: Final = threading.Lock()
+_pool: list[ctypes.CDLL] = []
+
+
+def _load_pool(cache_dir: Path) -> None:
+    """Make pool_run known to the libraries that are loaded from now on."""
+    with _pool_lock:
+        if not _pool:
+            _pool.append(_load("pool", cache_dir, ctypes.RTLD_GLOBAL))
+
+
+def _load(name: str, cache_dir: Path, mode: int) -> ctypes.CDLL:
     compiler, library = _library_path(name, cache_dir)
     try:
         if library.is_file():
             try:
-                return ctypes.CDLL(str(library))
+                return ctypes.CDLL(str(library), mode=mode)
             except OSError:  # cut short, by a full disk or a lost machine: made anew
                 library.unlink(missing_ok=True)
         _compile(compiler, SOURCES / f"{name}.c", library)
-        return ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(library), mode=mode)
     except OSError as error:
         raise NativeBuildError(f"cannot load {library.name}: {error}") from error
 

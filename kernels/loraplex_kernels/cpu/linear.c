@@ -18,6 +18,7 @@
 #include "calls.h"
 #include "linear_bf16.h"
 #include "panels.h"
+#include "pool.h"
 #include "simd.h"
 
 linear_forward_call linear_forward;
@@ -286,6 +287,45 @@ int32_t linear_hardware(void) {
     return HAS_BF16 ? HAS_AMX && amx_allow() ? 3 : 1 : 0;
 }
 
+/* How a product is cut up: runs of panels, and blocks of rows outermost, so that threads that work on one share
+ * its inputs. */
+typedef struct {
+    linear_work work;
+    const uint16_t *bits; /* bf16 rows, to be widened into `wide`; or NULL */
+    float *wide;
+    int64_t bits_stride;
+    int64_t run;
+    int64_t num_runs;
+    int64_t num_blocks; /* one: few rows */
+} linear_job;
+
+static void linear_widen_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const linear_job job = *(const linear_job *)context;
+    const int64_t num_inputs = job.work.num_inputs;
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t end = linear_min((item + 1) * LINEAR_ROWS, job.work.num_rows);
+        for (int64_t i = item * LINEAR_ROWS; i < end; i++)
+            for (int64_t k = 0; k < num_inputs; k++)
+                job.wide[i * num_inputs + k] = widen_bf16(job.bits[i * job.bits_stride + k]);
+    }
+}
+
+static void linear_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const linear_job job = *(const linear_job *)context;
+    const int64_t num_rows = job.work.num_rows;
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t block = item / job.num_runs, first = item % job.num_runs * job.run;
+        const int64_t end = linear_min(first + job.run, job.work.num_panels);
+        const int64_t row = num_rows * block / job.num_blocks;
+        if (num_rows <= LINEAR_ROWS)
+            linear_run(&job.work, first, end);
+        else
+            linear_block(&job.work, row, num_rows * (block + 1) / job.num_blocks - row, first, end);
+    }
+}
+
 /* y (num_rows, num_outputs) = x W^T + bias.
  *
  * panels: what linear_pack made in `format`; x, y: bf16 if is_bf16, else fp32, strides in numbers; bias: fp32 or
@@ -345,28 +385,18 @@ void linear_forward(const char *panels, const float *bias, const void *x, void *
     else
         run = linear_min(run, LINEAR_BLOCK_PANELS);
     run = linear_max(run, is_few ? LINEAR_WIDE(format, num_rows) : 1);
-    const int64_t num_runs = (work.num_panels + run - 1) / run;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        if (is_bf16) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < num_rows; i++)
-                for (int64_t k = 0; k < num_inputs; k++)
-                    wide[i * num_inputs + k] =
-                        widen_bf16(((const uint16_t *)x)[i * x_stride + k]);
-        }
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t item = 0; item < num_runs * num_blocks; item++) {
-            /* Blocks of rows outermost: threads that work on one share its inputs. */
-            const int64_t block = item / num_runs, first = item % num_runs * run;
-            const int64_t end = linear_min(first + run, work.num_panels);
-            const int64_t row = num_rows * block / num_blocks;
-            if (is_few)
-                linear_run(&work, first, end);
-            else
-                linear_block(&work, row, num_rows * (block + 1) / num_blocks - row, first, end);
-        }
-    }
+    linear_job job = {
+        .work = work,
+        .bits = is_bf16 ? x : NULL,
+        .wide = wide,
+        .bits_stride = x_stride,
+        .run = run,
+        .num_runs = (work.num_panels + run - 1) / run,
+        .num_blocks = num_blocks,
+    };
+    if (is_bf16)
+        pool_run(linear_widen_share, &job, (num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS, threads);
+    pool_run(linear_share, &job, job.num_runs * num_blocks, threads);
 }
 
 /* Bytes that linear_pack fills. */

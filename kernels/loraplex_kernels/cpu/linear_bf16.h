@@ -16,6 +16,7 @@
 
 #include "amx.h"
 #include "blocks.h"
+#include "pool.h"
 
 INLINE int64_t linear_min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t linear_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -329,6 +330,36 @@ static void bf16_many(const bf16_work *work, int64_t row, int64_t num_rows, int6
         bf16_few(work, row + num_steps * size, num_rows - num_steps * size, first, end);
 }
 
+/* How a product is cut up: runs of panels, and groups of rows outermost, so that threads that work on one share
+ * its inputs. */
+typedef struct {
+    const bf16_work *work;
+    int64_t size; /* rows of a step */
+    int64_t group_rows;
+    int64_t run;
+    int64_t num_runs;
+} bf16_job;
+
+static void bf16_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const bf16_job job = *(const bf16_job *)context;
+    const bf16_work work = *job.work;
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t first = item % job.num_runs * job.run;
+        const int64_t end = linear_min(first + job.run, work.num_panels);
+        const int64_t row = item / job.num_runs * job.group_rows;
+        const int64_t num_rows = linear_min(job.group_rows, work.num_rows - row);
+        if (num_rows <= 0) continue;
+        if (num_rows <= job.size)
+            bf16_few(&work, row, num_rows, first, end);
+        else
+            bf16_many(&work, row, num_rows, first, end);
+    }
+#if HAS_AMX
+    if (work.is_amx) amx_release();
+#endif
+}
+
 static void bf16_forward(const bf16_work *work, int num_threads) {
     const int64_t size = work->is_amx ? BF16_AMX_ROWS : BF16_DOT_ROWS;
     const int64_t cost = work->num_inputs * work->num_outputs *
@@ -346,25 +377,8 @@ static void bf16_forward(const bf16_work *work, int num_threads) {
     int64_t run = work->num_panels * num_groups / (4 * threads);
     run = linear_min(run, is_few ? (int64_t)(BF16_RUN_BYTES / work->panel_bytes) : BF16_RUN_PANELS);
     run = linear_max(run, 1);
-    const int64_t num_runs = (work->num_panels + run - 1) / run;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t item = 0; item < num_runs * num_groups; item++) {
-            /* Groups of rows outermost: threads that work on one share its inputs. */
-            const int64_t first = item % num_runs * run, end = linear_min(first + run, work->num_panels);
-            const int64_t row = item / num_runs * group_steps * size;
-            const int64_t num_rows = linear_min(group_steps * size, work->num_rows - row);
-            if (num_rows <= 0) continue;
-            if (num_rows <= size)
-                bf16_few(work, row, num_rows, first, end);
-            else
-                bf16_many(work, row, num_rows, first, end);
-        }
-#if HAS_AMX
-        if (work->is_amx) amx_release();
-#endif
-    }
+    bf16_job job = {work, size, group_steps * size, run, (work->num_panels + run - 1) / run};
+    pool_run(bf16_share, &job, job.num_runs * num_groups, threads);
 }
 #endif
 

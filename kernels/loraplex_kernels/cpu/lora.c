@@ -22,12 +22,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "simd.h"
 #include "calls.h"
+#include "pool.h"
 #include "lora_tiles.h"
 #include "tiles.h"
 #include "v16.h"
@@ -450,24 +448,35 @@ static int64_t lora_run(const lora_call *call, int is_expand, int64_t from, int6
     return at;
 }
 
+/* A phase, cut into shares of the same cost. */
+typedef struct {
+    const lora_call *call;
+    int64_t cost;
+    int64_t num_shares;
+    int is_expand;
+} lora_job;
+
+static void lora_take_shares(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const lora_job job = *(const lora_job *)context;
+    const lora_step *step = job.call->step;
+    lora_worker worker = {
+        .wide = step->wide + (size_t)thread * LORA_CHUNK * (size_t)step->wide_stride};
+    for (; item >= 0; item = pool_next(share))
+        lora_run(job.call, job.is_expand, job.cost * item / job.num_shares,
+                 job.cost * (item + 1) / job.num_shares, &worker);
+    lora_tiles_release(&worker.shape);
+}
+
 static void lora_forward(const lora_call *call) {
     const lora_step *step = call->step;
     const int64_t shrink = lora_run(call, 0, 0, 0, NULL), expand = lora_run(call, 1, 0, 0, NULL);
     const int is_shared = step->num_threads > 1 && shrink + expand >= LORA_MIN_SHARED;
-#pragma omp parallel num_threads(step->num_threads) if (is_shared)
-    {
-#ifdef _OPENMP
-        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#else
-        const int thread = 0, threads = 1;
-#endif
-        lora_worker worker = {
-            .wide = step->wide + (size_t)thread * LORA_CHUNK * (size_t)step->wide_stride};
-        lora_run(call, 0, shrink * thread / threads, shrink * (thread + 1) / threads, &worker);
-#pragma omp barrier
-        lora_run(call, 1, expand * thread / threads, expand * (thread + 1) / threads, &worker);
-        lora_tiles_release(&worker.shape);
-    }
+    /* More shares than threads: who comes late takes less. */
+    const int64_t num_shares = is_shared ? 2 * step->num_threads : 1;
+    lora_job job = {call, shrink, num_shares, 0};
+    pool_run(lora_take_shares, &job, num_shares, step->num_threads);
+    job = (lora_job){call, expand, num_shares, 1};
+    pool_run(lora_take_shares, &job, num_shares, step->num_threads);
 }
 
 /* Whether weights may be laid out for matrix tiles here. */

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "calls.h"
+#include "pool.h"
 #include "simd.h"
 #include "v16.h"
 
@@ -165,23 +166,43 @@ static void ops_norm_row_bf16(void *x, const void *y, const void *weight, void *
     ops_norm_row(x, y, weight, out, width, eps, 1);
 }
 
+typedef struct {
+    void *x;
+    const int64_t *row;
+    const void *y, *weight;
+    void *out;
+    int64_t num_rows, width, item_rows;
+    float eps;
+    int32_t is_bf16;
+} ops_norm_job;
+
+static void ops_norm_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const ops_norm_job job = *(const ops_norm_job *)context;
+    const size_t row_bytes = (size_t)job.width * (job.is_bf16 ? 2 : 4);
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t end = pool_item_end(item, job.item_rows, job.num_rows);
+        for (int64_t r = item * job.item_rows; r < end; r++) {
+            void *own = (char *)job.x + (size_t)(job.row ? job.row[r] : r) * row_bytes;
+            const void *added = job.y ? (const char *)job.y + (size_t)r * row_bytes : NULL;
+            void *to = (char *)job.out + (size_t)r * row_bytes;
+            if (job.is_bf16)
+                ops_norm_row_bf16(own, added, job.weight, to, job.width, job.eps);
+            else
+                ops_norm_row_fp32(own, added, job.weight, to, job.width, job.eps);
+        }
+    }
+}
+
 /* out[r] = norm(x[row ? row[r] : r]), each row first increased by y[r] in place where there is a y. No `row`
  * comes twice with y. All are contiguous, `width` numbers a row. */
 void ops_rms_norm(void *x, const int64_t *row, const void *y, const void *weight, void *out,
                   int64_t num_rows, int64_t width, float eps, int32_t is_bf16,
                   int32_t num_threads) {
-    const size_t row_bytes = (size_t)width * (is_bf16 ? 2 : 4);
-#pragma omp parallel for schedule(static) num_threads(num_threads) \
-    if (num_threads > 1 && num_rows > 1 && num_rows * width >= OPS_GRAIN)
-    for (int64_t r = 0; r < num_rows; r++) {
-        void *own = (char *)x + (size_t)(row ? row[r] : r) * row_bytes;
-        const void *added = y ? (const char *)y + (size_t)r * row_bytes : NULL;
-        void *to = (char *)out + (size_t)r * row_bytes;
-        if (is_bf16)
-            ops_norm_row_bf16(own, added, weight, to, width, eps);
-        else
-            ops_norm_row_fp32(own, added, weight, to, width, eps);
-    }
+    const int32_t threads = num_rows * width >= OPS_GRAIN ? num_threads : 1;
+    ops_norm_job job = {x,     row,      y,     weight,  out, num_rows,
+                        width, pool_item_rows(num_rows, threads), eps, is_bf16};
+    pool_run(ops_norm_share, &job, pool_num_items(num_rows, job.item_rows), threads);
 }
 
 INLINE void ops_gated_row(const void *gate, const void *up, void *out, int64_t width, int is_bf16) {
@@ -216,20 +237,36 @@ static void ops_gated_row_bf16(const void *gate, const void *up, void *out, int6
     ops_gated_row(gate, up, out, width, 1);
 }
 
+typedef struct {
+    const void *gate_up;
+    void *out;
+    int64_t num_rows, width, item_rows;
+    int32_t is_bf16;
+} ops_gated_job;
+
+static void ops_gated_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const ops_gated_job job = *(const ops_gated_job *)context;
+    const size_t row_bytes = (size_t)job.width * (job.is_bf16 ? 2 : 4);
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t end = pool_item_end(item, job.item_rows, job.num_rows);
+        for (int64_t r = item * job.item_rows; r < end; r++) {
+            const char *gate = (const char *)job.gate_up + 2 * (size_t)r * row_bytes;
+            char *to = (char *)job.out + (size_t)r * row_bytes;
+            if (job.is_bf16)
+                ops_gated_row_bf16(gate, gate + row_bytes, to, job.width);
+            else
+                ops_gated_row_fp32(gate, gate + row_bytes, to, job.width);
+        }
+    }
+}
+
 /* out = silu(gate) * up; gate_up: (rows, 2 * width), all gates of a row, then its ups. */
 void ops_gated(const void *gate_up, void *out, int64_t num_rows, int64_t width, int32_t is_bf16,
                int32_t num_threads) {
-    const size_t row_bytes = (size_t)width * (is_bf16 ? 2 : 4);
-#pragma omp parallel for schedule(static) num_threads(num_threads) \
-    if (num_threads > 1 && num_rows > 1 && num_rows * width >= OPS_GRAIN)
-    for (int64_t r = 0; r < num_rows; r++) {
-        const char *gate = (const char *)gate_up + 2 * (size_t)r * row_bytes;
-        char *to = (char *)out + (size_t)r * row_bytes;
-        if (is_bf16)
-            ops_gated_row_bf16(gate, gate + row_bytes, to, width);
-        else
-            ops_gated_row_fp32(gate, gate + row_bytes, to, width);
-    }
+    const int32_t threads = num_rows * width >= OPS_GRAIN ? num_threads : 1;
+    ops_gated_job job = {gate_up, out, num_rows, width, pool_item_rows(num_rows, threads), is_bf16};
+    pool_run(ops_gated_share, &job, pool_num_items(num_rows, job.item_rows), threads);
 }
 
 /* One head: x[i] * cos[i] + x[i + half] * sin[i], and the other half with the halves swapped; every product and
@@ -272,6 +309,40 @@ INLINE void ops_rotate_head_bf16(uint16_t *x, const uint16_t *cos, const uint16_
     }
 }
 
+typedef struct {
+    char *qkv;
+    const void *cos, *sin;
+    char *kv;
+    const int64_t *slot;
+    size_t q_bytes, kv_bytes;
+    int64_t num_tokens, item_tokens;
+    int32_t num_rotated, head_dim;
+    int32_t is_bf16;
+} ops_rotate_job;
+
+static void ops_rotate_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const ops_rotate_job job = *(const ops_rotate_job *)context;
+    const int half = job.head_dim / 2;
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t end = pool_item_end(item, job.item_tokens, job.num_tokens);
+        for (int64_t t = item * job.item_tokens; t < end; t++) {
+            char *row = job.qkv + (size_t)t * (job.q_bytes + job.kv_bytes);
+            const size_t at = (size_t)t * (size_t)job.head_dim;
+            for (int h = 0; h < job.num_rotated; h++) {
+                const size_t head = (size_t)h * (size_t)job.head_dim;
+                if (job.is_bf16)
+                    ops_rotate_head_bf16((uint16_t *)row + head, (const uint16_t *)job.cos + at,
+                                         (const uint16_t *)job.sin + at, half);
+                else
+                    ops_rotate_head_fp32((float *)row + head, (const float *)job.cos + at,
+                                         (const float *)job.sin + at, half);
+            }
+            memcpy(job.kv + (size_t)job.slot[t] * job.kv_bytes, row + job.q_bytes, job.kv_bytes);
+        }
+    }
+}
+
 /* Rotates the queries and keys of a step's merged rows in place and copies keys and values to their slots.
  *
  * qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); cos and sin: (rows, head_dim), sin with the sign of
@@ -281,22 +352,21 @@ void ops_rotate_and_write(void *qkv, const void *cos, const void *sin, void *kv,
                           int32_t num_kv_heads, int32_t head_dim, int32_t is_bf16,
                           int32_t num_threads) {
     const size_t size = is_bf16 ? 2 : 4;
-    const size_t q_bytes = (size_t)num_heads * (size_t)head_dim * size;
-    const size_t kv_bytes = 2 * (size_t)num_kv_heads * (size_t)head_dim * size;
-    const int half = head_dim / 2, num_rotated = num_heads + num_kv_heads;
-#pragma omp parallel for schedule(static) num_threads(num_threads) \
-    if (num_threads > 1 && num_tokens > 1 && num_tokens * num_rotated * head_dim >= OPS_GRAIN)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        char *row = (char *)qkv + (size_t)t * (q_bytes + kv_bytes);
-        const size_t at = (size_t)t * (size_t)head_dim;
-        for (int h = 0; h < num_rotated; h++) {
-            if (is_bf16)
-                ops_rotate_head_bf16((uint16_t *)row + (size_t)h * (size_t)head_dim,
-                                     (const uint16_t *)cos + at, (const uint16_t *)sin + at, half);
-            else
-                ops_rotate_head_fp32((float *)row + (size_t)h * (size_t)head_dim,
-                                     (const float *)cos + at, (const float *)sin + at, half);
-        }
-        memcpy((char *)kv + (size_t)slot[t] * kv_bytes, row + q_bytes, kv_bytes);
-    }
+    const int32_t num_rotated = num_heads + num_kv_heads;
+    const int32_t threads = num_tokens * num_rotated * head_dim >= OPS_GRAIN ? num_threads : 1;
+    ops_rotate_job job = {
+        .qkv = qkv,
+        .cos = cos,
+        .sin = sin,
+        .kv = kv,
+        .slot = slot,
+        .q_bytes = (size_t)num_heads * (size_t)head_dim * size,
+        .kv_bytes = 2 * (size_t)num_kv_heads * (size_t)head_dim * size,
+        .num_tokens = num_tokens,
+        .item_tokens = pool_item_rows(num_tokens, threads),
+        .num_rotated = num_rotated,
+        .head_dim = head_dim,
+        .is_bf16 = is_bf16,
+    };
+    pool_run(ops_rotate_share, &job, pool_num_items(num_tokens, job.item_tokens), threads);
 }

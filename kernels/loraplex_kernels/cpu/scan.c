@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "pool.h"
 #include "simd.h"
 #include "v16.h"
 
@@ -106,15 +107,34 @@ static void scan_row_bf16(const void *row, int64_t width, int64_t *best, uint8_t
     scan_row(row, width, 1, best, is_finite);
 }
 
+typedef struct {
+    const void *logits;
+    int64_t num_rows, width, stride, item_rows;
+    int64_t *best;
+    uint8_t *is_finite;
+    int32_t is_bf16;
+} scan_job;
+
+static void scan_share(void *context, pool_share *share, int64_t item, int32_t thread) {
+    const scan_job job = *(const scan_job *)context;
+    (void)thread;
+    for (; item >= 0; item = pool_next(share)) {
+        const int64_t end = pool_item_end(item, job.item_rows, job.num_rows);
+        for (int64_t r = item * job.item_rows; r < end; r++) {
+            if (job.is_bf16)
+                scan_row_bf16((const uint16_t *)job.logits + r * job.stride, job.width, job.best + r,
+                              job.is_finite + r);
+            else
+                scan_row_fp32((const float *)job.logits + r * job.stride, job.width, job.best + r,
+                              job.is_finite + r);
+        }
+    }
+}
+
 /* logits: `num_rows` rows of `width` numbers, `stride` numbers apart; best and is_finite: one a row. */
 void scan_rows(const void *logits, int64_t num_rows, int64_t width, int64_t stride,
                int32_t is_bf16, int64_t *best, uint8_t *is_finite, int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) \
-    if (num_threads > 1 && num_rows > 1 && num_rows * width >= SCAN_GRAIN)
-    for (int64_t r = 0; r < num_rows; r++) {
-        if (is_bf16)
-            scan_row_bf16((const uint16_t *)logits + r * stride, width, best + r, is_finite + r);
-        else
-            scan_row_fp32((const float *)logits + r * stride, width, best + r, is_finite + r);
-    }
+    const int32_t threads = num_rows * width >= SCAN_GRAIN ? num_threads : 1;
+    scan_job job = {logits, num_rows, width, stride, pool_item_rows(num_rows, threads), best, is_finite, is_bf16};
+    pool_run(scan_share, &job, pool_num_items(num_rows, job.item_rows), threads);
 }
