@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 
 from tests.support.processes import wait_until
 
@@ -28,6 +28,7 @@ _FLAGS = [
 ]
 # A page is ready within a second on a quiet machine; tests also run on busy ones.
 DEADLINE_S = 60.0
+_TRIES = 6
 
 
 @contextmanager
@@ -122,7 +123,13 @@ def go(page: Page, title: str) -> None:
 
 
 def choose(page: Page, label: str, option: str) -> None:
-    """Choose in a select box."""
-    page.get_by_role("combobox", name=label).first.click()
-    page.get_by_role("option", name=option, exact=True).click()
+    """Choose in a select box. A box that something drawn at that moment closes again is opened again."""
+    settle(page)
+    wanted = page.get_by_role("option", name=option, exact=True)
+    for _ in range(_TRIES):
+        page.get_by_role("combobox", name=label).first.click()
+        with suppress(TimeoutError):
+            wanted.wait_for(timeout=DEADLINE_S * 1000 / _TRIES)
+            break
+    wanted.click()
     settle(page)
