@@ -25,6 +25,8 @@ from tests.platform.gateway.stand import BASE, Stand
 
 _HEAD = AnswerHead(UUID(int=1), 0, "m", "fp", includes_usage=False, num_top_logprobs=20)
 _USAGE = UsageReport.of(1, 1, 0)
+# Tokens of a choice. Eight such choices take a tenth of a second or more, in which the loop gets its turns.
+_LARGE = 3000
 _LOGPROBS = TokenLogprobs(-1.5, list(range(20)), [-float(i) for i in range(20)])
 
 
@@ -35,7 +37,7 @@ def _pieces(num_tokens: int) -> list[TextPiece]:
 @pytest.mark.parametrize("shape", [ChatAnswer, CompletionAnswer])
 async def test_a_large_answer_lets_the_loop_go_on(shape: Any) -> None:
     answer = shape(_HEAD, tiny_model.base_tokenizer().token_bytes)
-    choices = [_pieces(700) for _ in range(8)]
+    choices = [_pieces(_LARGE) for _ in range(8)]
     ticks = 0
 
     async def tick() -> None:
@@ -54,13 +56,13 @@ async def test_a_large_answer_lets_the_loop_go_on(shape: Any) -> None:
     for choice in shown:
         logprobs = choice["logprobs"]
         if shape is ChatAnswer:
-            assert choice["message"]["content"] == "ab" * 700
-            assert len(logprobs["content"]) == 700
-            assert len(logprobs["content"][699]["top_logprobs"]) == 20
-            assert logprobs["content"][699]["logprob"] == -1.5
+            assert choice["message"]["content"] == "ab" * _LARGE
+            assert len(logprobs["content"]) == _LARGE
+            assert len(logprobs["content"][-1]["top_logprobs"]) == 20
+            assert logprobs["content"][-1]["logprob"] == -1.5
         else:
-            assert choice["text"] == "ab" * 700
-            assert logprobs["text_offset"][699] == 2 * 699
+            assert choice["text"] == "ab" * _LARGE
+            assert logprobs["text_offset"][-1] == 2 * (_LARGE - 1)
 
 
 async def test_only_small_answers_are_built_on_the_loop() -> None:
