@@ -13,6 +13,7 @@ SOURCE = "int answer(void) { return %d; }\n"
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    load_library("pool", tmp_path / "pool")  # which others need, and is loaded once a process
     folder = tmp_path / "sources"
     folder.mkdir()
     monkeypatch.setattr(build, "SOURCES", folder)
