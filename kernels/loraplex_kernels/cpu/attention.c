@@ -218,6 +218,20 @@ static void attention_find_slots(const attention_shape *shape, const int32_t *ta
     for (int j = end; j < ATTENTION_TILE; j++) slot[j] = slot[first];
 }
 
+/* The keys that an item's rows see in `tile`, and in the one after it, whose memory is asked for meanwhile: tiles
+ * take turns with the two places. */
+static void attention_find_keys(const attention_call *call, const attention_item *item, int tile,
+                                attention_span present[2], size_t slot[2][ATTENTION_TILE]) {
+    const int32_t *table = call->table + (size_t)item->sequence * (size_t)call->table_width;
+    const int last = item->position + item->count - 1;
+    for (int ahead = tile > item->first_tile; ahead <= (tile + 1 < item->end_tile); ahead++) {
+        const int start = (tile + ahead) * ATTENTION_TILE, to = (tile + ahead) & 1;
+        present[to].first = attention_sees(call->shape, item->position, start).first;
+        present[to].end = attention_sees(call->shape, last, start).end;
+        attention_find_slots(call->shape, table, start, present[to].first, present[to].end, slot[to]);
+    }
+}
+
 INLINE void attention_fetch(const void *kv, size_t element, size_t count, size_t element_bytes) {
     const char *from = (const char *)kv + element * element_bytes;
     for (size_t byte = 0; byte < count * element_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
@@ -901,10 +915,8 @@ static void attention_run_tiles(const attention_call *call, const attention_item
     const attention_shape *shape = call->shape;
     const attention_work work = attention_begin(call, item, scratch);
     const attention_tile_scratch *at = &work.tiles;
-    const int32_t *table = call->table + (size_t)item->sequence * (size_t)call->table_width;
     const size_t head_dim = (size_t)shape->head_dim, width = attention_sum_width(shape);
     const int head_rows = (work.rows_per_head + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS;
-    const int last = item->position + item->count - 1;
     attention_configure(work.rows_per_head, configured);
     memset(at->blank, 0, width * sizeof(uint16_t));
     const int is_turned = work.rows_per_head <= AMX_ROWS;
@@ -933,12 +945,7 @@ static void attention_run_tiles(const attention_call *call, const attention_item
     attention_span present[2];
     for (int tile = item->first_tile; tile < item->end_tile; tile++) {
         const int own = tile & 1, is_last = tile + 1 == item->end_tile;
-        for (int ahead = tile > item->first_tile; ahead <= !is_last; ahead++) {
-            const int start = (tile + ahead) * ATTENTION_TILE, to = (tile + ahead) & 1;
-            present[to].first = attention_sees(shape, item->position, start).first;
-            present[to].end = attention_sees(shape, last, start).end;
-            attention_find_slots(shape, table, start, present[to].first, present[to].end, slot[to]);
-        }
+        attention_find_keys(call, item, tile, present, slot);
         for (int h = 0; h < item->num_heads; h++) {
             const int kv_head = item->first_head + h;
             attention_tile_head head = {.kv = (const uint16_t *)call->kv + (size_t)kv_head * head_dim,
@@ -978,7 +985,6 @@ static void attention_run_tiles(const attention_call *call, const attention_item
 static void attention_run(const attention_call *call, const attention_item *item, float *scratch) {
     const attention_shape *shape = call->shape;
     const attention_work work = attention_begin(call, item, scratch);
-    const int32_t *table = call->table + (size_t)item->sequence * (size_t)call->table_width;
     /* Weights are powers of two, so log2(e) is part of the scale; under a cap, it is part of the cap. */
     const v8 scale = v8_all(shape->soft_cap > 0.0f ? shape->scale / shape->soft_cap
                                                    : shape->scale * 1.44269504088896341f);
@@ -992,17 +998,11 @@ static void attention_run(const attention_call *call, const attention_item *item
                 }
     for (int r = 0; r < work.num_rows; r++) work.at.max[r] = work.at.weight[r] = 0.0f;
 
-    const int last = item->position + item->count - 1;
     size_t slot[2][ATTENTION_TILE];
     attention_span present[2];
     for (int tile = item->first_tile; tile < item->end_tile; tile++) {
         const int own = tile & 1, is_last = tile + 1 == item->end_tile;
-        for (int ahead = tile > item->first_tile; ahead <= !is_last; ahead++) {
-            const int start = (tile + ahead) * ATTENTION_TILE, to = (tile + ahead) & 1;
-            present[to].first = attention_sees(shape, item->position, start).first;
-            present[to].end = attention_sees(shape, last, start).end;
-            attention_find_slots(shape, table, start, present[to].first, present[to].end, slot[to]);
-        }
+        attention_find_keys(call, item, tile, present, slot);
         const int start = tile * ATTENTION_TILE;
         attention_score_tile(&work, start, present[own], slot[own], is_last ? NULL : slot[!own]);
         attention_soften_tile(&work, start);
