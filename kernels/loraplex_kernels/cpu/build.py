@@ -53,7 +53,7 @@ def load_library(name: str, cache_dir: Path) -> ctypes.CDLL:
     return _load(name, cache_dir, ctypes.DEFAULT_MODE)
 
 
-# Whose thread compiles or loads the pool: a second one would have threads of its own.
+# Loaded once a process: a second pool would have threads of its own.
 _pool_lock: Final = threading.Lock()
 _pool: list[ctypes.CDLL] = []
 
