@@ -5,7 +5,7 @@ Revision: 0001, the first.
 
 from __future__ import annotations
 
-from alembic import op
+from loraplex_platform.db.migration_sql import run_sql
 
 revision = "0001"
 down_revision = None
@@ -502,18 +502,9 @@ REVOKE USAGE ON SCHEMA @@SCHEMA@@ FROM loraplex_app;
 """
 
 
-def run(*scripts: str) -> None:
-    connection = op.get_bind()
-    schema = connection.exec_driver_sql("SELECT quote_ident(current_schema())").scalar_one()
-    with connection.connection.cursor() as cursor:
-        for script in scripts:
-            # The driver's own cursor, without parameters, leaves %, : and ; to Postgres.
-            cursor.execute(script.replace("@@SCHEMA@@", schema))
-
-
 def upgrade() -> None:
-    run(TABLES, PARTITIONS, ROLE, PRICES)
+    run_sql(TABLES, PARTITIONS, ROLE, PRICES)
 
 
 def downgrade() -> None:
-    run(DROP)
+    run_sql(DROP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -130,6 +131,7 @@ def up(
     """
     from rich.console import Console
 
+    from loraplex_platform.local.display import LastingOutput
     from loraplex_platform.local.up import UpOptions, run_up
 
     flags = {
@@ -159,7 +161,7 @@ def up(
         ),
         tool_format=tool_format,
     )
-    raise typer.Exit(run_up(options, Console(highlight=False)))
+    raise typer.Exit(run_up(options, Console(highlight=False, file=LastingOutput(sys.stdout))))
 
 
 @app.command(rich_help_panel=_LOCAL)

@@ -5,6 +5,7 @@ from loraplex_platform.db.base import Base
 from loraplex_platform.db.billing import LedgerEntry, PriceBook, PriceItem
 from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
 from loraplex_platform.db.metering import Attempt, Request
+from loraplex_platform.db.outbox import OutboxMessage
 from loraplex_platform.db.registry import (
     Adapter,
     AdapterVersion,
@@ -16,6 +17,7 @@ from loraplex_platform.db.tenancy import (
     ApiKey,
     ApiKeySecret,
     LoginThrottle,
+    Project,
     Session,
     Tenant,
     User,
@@ -38,8 +40,10 @@ __all__ = [
     "JournalCursor",
     "LedgerEntry",
     "LoginThrottle",
+    "OutboxMessage",
     "PriceBook",
     "PriceItem",
+    "Project",
     "Replica",
     "Request",
     "Session",

@@ -73,6 +73,7 @@ class LedgerEntry(Base):
     seq: Mapped[int] = mapped_column(SmallInteger, primary_key=True, server_default=text("0"))
     tenant_id: Mapped[UUID]
     account: Mapped[str] = mapped_column(String(16))
+    project_id: Mapped[UUID | None]
     key_id: Mapped[UUID | None]
     deployment_id: Mapped[UUID | None]
     adapter_version_id: Mapped[UUID | None]

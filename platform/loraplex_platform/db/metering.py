@@ -34,6 +34,7 @@ class Request(Base):
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID]
+    project_id: Mapped[UUID | None]
     key_id: Mapped[UUID | None]  # null: a probe
     deployment_id: Mapped[UUID | None]
     revision_id: Mapped[UUID | None]

@@ -5,7 +5,16 @@ from __future__ import annotations
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, String, func, text
+from sqlalchemy import (
+    CheckConstraint,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    String,
+    UniqueConstraint,
+    func,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loraplex_platform.db.base import Base
@@ -29,6 +38,29 @@ class Tenant(Base):
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
 
 
+class Project(Base):
+    """A part of a tenant, with keys, limits and bills of its own. Optional: a key may have none."""
+
+    __tablename__ = "projects"
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "id"),
+        Index(
+            "uq_projects_tenant_id_name",
+            "tenant_id",
+            func.lower(text("name")),
+            unique=True,
+            postgresql_where=text("archived_at is null"),
+        ),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    archived_at: Mapped[datetime | None]
+    row_version: Mapped[int] = mapped_column(server_default=text("1"))
+
+
 class ApiKey(Base):
     """A data-plane key. Its id outlives every secret; the secrets' MACs are in api_key_secrets."""
 
@@ -38,10 +70,16 @@ class ApiKey(Base):
         CheckConstraint("(status = 'revoked') = (revoked_at is not null)", name="revoked"),
         Index("uq_api_keys_tenant_id_id", "tenant_id", "id", unique=True),
         Index("ix_api_keys_tenant_id_created_at_id", "tenant_id", "created_at", "id"),
+        ForeignKeyConstraint(
+            ["tenant_id", "project_id"],
+            ["projects.tenant_id", "projects.id"],
+            name="fk_api_keys_own_project",
+        ),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
+    project_id: Mapped[UUID | None]
     name: Mapped[str] = mapped_column(String(80))
     public_id: Mapped[str] = mapped_column(String(16), unique=True)
     last4: Mapped[str] = mapped_column(String(4))

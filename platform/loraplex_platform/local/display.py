@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import time
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
@@ -19,7 +21,52 @@ _MARKS: dict[State, tuple[str, str]] = {
     "restarting": ("!", "yellow"),
     "stopping": ("…", "cyan"),
     "stopped": ("✓", "green"),
+    "stuck": ("✗", "red"),
 }
+
+
+class LastingOutput(io.TextIOBase):
+    """A stream whose reader may go: what is written then is lost, and its writer goes on.
+
+    A closed terminal, or a `| tee` that a Ctrl-C ended first, must not keep a fleet from being stopped.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute
+        """As of the stream."""
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        """Whether the stream is, or was, a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write, to nowhere if the reader has gone."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """As `write`."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        # The descriptor is given another end: what the stream still holds is flushed at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 class Display:
@@ -73,6 +120,7 @@ class Display:
             "restarting": event.detail,
             "stopping": "stopping",
             "stopped": "stopped" + (f" ({event.detail})" if event.detail else ""),
+            "stuck": event.detail,
         }[event.state]
         self._show(event.service, event.state, detail)
         for line in event.last_lines:
@@ -91,7 +139,7 @@ class Display:
         if row is None:
             row = self._rows[name] = self._progress.add_task("", total=1)
         is_settled = state in {"ready", "stopped"}
-        style = "yellow" if state == "restarting" else ("" if is_settled else "dim")
+        style = "yellow" if state in {"restarting", "stuck"} else ("" if is_settled else "dim")
         text = f"{name:<9} {detail}"
         self._progress.update(
             row,

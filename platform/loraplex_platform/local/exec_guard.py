@@ -10,6 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -18,17 +22,33 @@ def main(arguments: list[str]) -> None:
     parent_pid, signal_number, separator, *command = arguments
     if separator != "--" or not command:
         raise SystemExit("usage: exec_guard.py PARENT_PID SIGNAL -- COMMAND...")
+    death_request(int(parent_pid), int(signal_number))()
+    os.execvp(command[0], command)  # noqa: S606 - becoming the command is the purpose
+
+
+def death_request(parent_pid: int, signal_number: int) -> Callable[[], None]:
+    """What a child calls before it execs, to be signalled when `parent_pid` dies.
+
+    A change of user forgets the request, so it comes after that. Everything that needs a lock is done
+    here, for the call may stand between a fork and an exec. The kernel looks at the *thread* that forked:
+    it must be one that lives as long as its process.
+    """
+    prctl = None
     if sys.platform == "linux":
         import ctypes
 
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
-            error = ctypes.get_errno()
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        get_errno = ctypes.get_errno
+
+    def ask() -> None:
+        if prctl is not None and prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
+            error = get_errno()
             raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    # A parent that died before the request was made sends nothing: look once more.
-    if os.getppid() != int(parent_pid):
-        raise SystemExit("the supervisor is gone")
-    os.execvp(command[0], command)  # noqa: S606 - becoming the command is the purpose
+        # A parent that died before the request was made sends nothing: look once more.
+        if os.getppid() != parent_pid:
+            raise SystemExit("the supervisor is gone")
+
+    return ask
 
 
 if __name__ == "__main__":

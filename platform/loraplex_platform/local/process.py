@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -21,6 +22,9 @@ from loraplex_platform.local.data_dir import read_json, write_private
 
 GUARD = Path(__file__).with_name("exec_guard.py")
 STALE_TERM_DEADLINE_S = 5.0
+
+
+Ending = Literal["in order", "at once", "killed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +104,42 @@ class Child:
         return code
 
     async def stop(
-        self, stop_signal: signal.Signals, deadline_s: float, hurry: asyncio.Event
-    ) -> bool:
-        """Ask it to end; kill it at the deadline, or as soon as `hurry` is set. True if it ended itself."""
+        self,
+        stop_signal: signal.Signals,
+        deadline_s: float,
+        hurry: asyncio.Event,
+        *,
+        hurry_signal: signal.Signals = signal.SIGKILL,
+        hurry_deadline_s: float = 0.0,
+    ) -> Ending:
+        """Ask it to end; kill it at the deadline.
+
+        As soon as `hurry` is set it gets `hurry_signal` instead, and is killed `hurry_deadline_s` later.
+        """
         if self._process.returncode is not None:
             await self.wait()
-            return True
-        self._process.send_signal(stop_signal)
+            return "in order"
         ended = asyncio.ensure_future(self.wait())
-        hurried = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait(
-            {ended, hurried}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        hurried.cancel()
-        if ended.done():
-            await ended
-            return True
+        if not hurry.is_set():
+            self._process.send_signal(stop_signal)
+            hurried = asyncio.ensure_future(hurry.wait())
+            await asyncio.wait(
+                {ended, hurried}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            hurried.cancel()
+            if ended.done():
+                await ended
+                return "in order"
+        if hurry.is_set() and hurry_signal != signal.SIGKILL:
+            if self._process.returncode is None:
+                self._process.send_signal(hurry_signal)
+            await asyncio.wait({ended}, timeout=hurry_deadline_s)
+            if ended.done():
+                await ended
+                return "at once"
         kill_group(self.pid)
         await ended
-        return False
+        return "killed"
 
 
 def end_stale(pids: Path, deadline_s: float = STALE_TERM_DEADLINE_S) -> list[Stale]:

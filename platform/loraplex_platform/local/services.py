@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ DRAIN_GRACE_S = 10.0
 # What comes after the grace, at worst: aborting what is left, settling it, closing connections.
 DRAIN_END_S = 20.0
 ENGINE_END_S = 15.0
+# Longer than a keeper waits for its server: a killed keeper cannot say how its server ended.
+SERVER_END_S = 55.0
+SERVER_HURRY_S = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +293,22 @@ class Fleet:
         async def is_ready() -> bool:
             return url_file.exists()
 
+        def end_remains(is_hurried: Callable[[], bool]) -> None:
+            # Imported here: the drivers of both servers are nothing that a start should wait for.
+            from loraplex_platform.local.embedded import end_server
+
+            end_server(kind, self._data_dir.root / kind, is_hurried)
+
         return Service(
             name=kind,
             command=command,
             env=lambda: self._env({}),
             is_ready=is_ready,
             ready_deadline_s=90.0,
-            stop_deadline_s=35.0,
-            stop_signal=signal.SIGTERM,
+            stop_deadline_s=SERVER_END_S,
+            hurry_signal=signal.SIGQUIT,
+            hurry_deadline_s=SERVER_HURRY_S,
+            end_remains=end_remains,
         )
 
     def _url_file(self, kind: str) -> Path:

@@ -10,7 +10,8 @@ everything that came after it, or that names it in `stop_before`, has ended.
 | ends later                                  | restarted after 0.5 s, doubling up to 15 s                |
 | ran well for a minute since                 | the delay starts again at 0.5 s                           |
 | stop                                        | each gets its signal and its deadline, then SIGKILL       |
-| stop again (`hurry`)                        | SIGKILL now                                               |
+| stop again (`hurry`)                        | its hurry signal and deadline now: by default SIGKILL, 0 s |
+| ended, however                              | what it had started outside its group is ended (`remains`) |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loraplex_platform.local.data_dir import DataDir
-from loraplex_platform.local.errors import ServiceFailedError
+from loraplex_platform.local.errors import ServiceFailedError, StillRunningError
 from loraplex_platform.local.process import Child, last_lines
 from loraplex_platform.local.readiness import Probe
 
@@ -33,7 +34,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
 STABLE_AFTER_S = 60.0
 
-State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped"]
+State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped", "stuck"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class Service:
     ready_deadline_s: float = 60.0
     stop_deadline_s: float = 10.0
     stop_signal: signal.Signals = signal.SIGTERM
+    hurry_signal: signal.Signals = signal.SIGKILL
+    hurry_deadline_s: float = 0.0
+    # Ends what a dead process has left outside its group, quickly once the function given is true. Blocks;
+    # raises StillRunningError.
+    end_remains: Callable[[Callable[[], bool]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +121,52 @@ class Supervisor:
             raise self._first_failure.result()
 
     async def stop(self) -> None:
-        """End everything in reverse order. Nothing is left running, whatever the services do."""
+        """End everything in reverse order. Nothing is left running, whatever the services do.
+
+        Raises:
+            StillRunningError: something is, against all odds: the first such, when all else has ended.
+        """
         for task in self._keepers.values():
             task.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         ended = {service.name: asyncio.Event() for service in self._services}
+        stuck: list[StillRunningError] = []
 
         async def end(service: Service) -> None:
             for later in self._services:
                 if service.name in (*later.after, *later.stop_before):
                     await ended[later.name].wait()
             child = self._children.pop(service.name, None)
+            detail = ""
             if child is not None:
                 self._tell(service, "stopping")
-                is_orderly = await child.stop(
-                    service.stop_signal, service.stop_deadline_s, self.hurry
+                ending = await child.stop(
+                    service.stop_signal,
+                    service.stop_deadline_s,
+                    self.hurry,
+                    hurry_signal=service.hurry_signal,
+                    hurry_deadline_s=service.hurry_deadline_s,
                 )
-                self._tell(service, "stopped", "" if is_orderly else "had to be killed")
+                detail = {"in order": "", "at once": "at once", "killed": "had to be killed"}[
+                    ending
+                ]
+            try:
+                await self._end_remains(service)
+            except StillRunningError as error:
+                stuck.append(error)
+                self._tell(service, "stuck", str(error))
+            else:
+                if child is not None:
+                    self._tell(service, "stopped", detail)
             ended[service.name].set()
 
         await asyncio.gather(*(end(service) for service in self._services))
+        if stuck:
+            raise stuck[0]
+
+    async def _end_remains(self, service: Service) -> None:
+        if service.end_remains is not None:
+            await asyncio.to_thread(service.end_remains, self.hurry.is_set)
 
     async def _all_ready(self) -> None:
         for event in self._ready.values():
@@ -151,6 +183,10 @@ class Supervisor:
             reason = await self._run_once(service)
             if reason is None:
                 return
+            try:
+                await self._end_remains(service)
+            except StillRunningError as error:
+                reason = f"{reason}, and {error}"
             lines = last_lines(self._data_dir.log_file(service.name))
             if not self._ready[service.name].is_set():
                 if not self._first_failure.done():

@@ -137,14 +137,17 @@ class _Run:
         supervisor = Supervisor(services, self._data_dir, self._display)
         told_to_stop = asyncio.Event()
 
-        def on_signal() -> None:
-            if told_to_stop.is_set():
+        def on_signal(number: signal.Signals) -> None:
+            # A closed terminal says so twice (the kernel and the shell), and nobody is in a hurry there.
+            if told_to_stop.is_set() and number != signal.SIGHUP:
                 supervisor.hurry.set()
             told_to_stop.set()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, on_signal)
+            # Under `nohup` the terminal's end is nothing to us.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, on_signal, number)
         try:
             with self._display:
                 is_up = await _unless(told_to_stop, asyncio.ensure_future(self._start(supervisor)))
