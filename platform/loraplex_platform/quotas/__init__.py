@@ -1,0 +1,1 @@
+"""Limits: how fast and how much each scope may use, and what it has used."""
