@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psycopg
 from loraplex_platform.db import migrate
-from loraplex_platform.local.embedded import EmbeddedServer, start_postgres
+from loraplex_platform.local.embedded import start_postgres
+from loraplex_platform.local.server_process import EmbeddedServer
 from loraplex_platform.settings import DatabaseSettings, MigrationSettings, with_login
 from psycopg import sql
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated, cast
 
 import typer
 
@@ -161,7 +161,9 @@ def up(
         ),
         tool_format=tool_format,
     )
-    raise typer.Exit(run_up(options, Console(highlight=False, file=LastingOutput(sys.stdout))))
+    raise typer.Exit(
+        run_up(options, Console(highlight=False, file=cast("IO[str]", LastingOutput(sys.stdout))))
+    )
 
 
 @app.command(rich_help_panel=_LOCAL)

@@ -33,20 +33,23 @@ def death_request(parent_pid: int, signal_number: int) -> Callable[[], None]:
     here, for the call may stand between a fork and an exec. The kernel looks at the *thread* that forked:
     it must be one that lives as long as its process.
     """
-    prctl = None
-    if sys.platform == "linux":
-        import ctypes
 
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        get_errno = ctypes.get_errno
-
-    def ask() -> None:
-        if prctl is not None and prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
-            error = get_errno()
-            raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    def look() -> None:
         # A parent that died before the request was made sends nothing: look once more.
         if os.getppid() != parent_pid:
             raise SystemExit("the supervisor is gone")
+
+    if sys.platform != "linux":
+        return look
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        if prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+        look()
 
     return ask
 

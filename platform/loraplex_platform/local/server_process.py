@@ -77,10 +77,9 @@ class EmbeddedServer:
     def _end_by(
         self, number: signal.Signals, timeout_s: float, is_hurried: Callable[[], bool] = never
     ) -> None:
-        if not self.is_running:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
         deadline = time.monotonic() + timeout_s
         while self.is_running and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
@@ -97,7 +96,7 @@ def spawn(
     It gets `death_signal` when we die.
     """
     # The kernel's signal follows the thread that forked.
-    assert threading.current_thread() is threading.main_thread()
+    assert threading.current_thread() is threading.main_thread()  # noqa: S101
     with (folder / "server.log").open("ab") as output:
         return subprocess.Popen(
             command,
@@ -112,7 +111,7 @@ def spawn(
             group=owner.pw_gid if owner else None,
             extra_groups=[] if owner else None,
             # Not through exec_guard.py: `owner` may not be allowed to run our Python.
-            preexec_fn=death_request(os.getpid(), death_signal),
+            preexec_fn=death_request(os.getpid(), death_signal),  # noqa: PLW1509
         )
 
 

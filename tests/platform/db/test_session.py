@@ -16,7 +16,8 @@ from loraplex_platform.db.session import (
 )
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.ids import uuid7
-from loraplex_platform.local.embedded import EmbeddedServer, start_postgres
+from loraplex_platform.local.embedded import start_postgres
+from loraplex_platform.local.server_process import EmbeddedServer
 from sqlalchemy import exc, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 

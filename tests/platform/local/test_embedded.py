@@ -14,11 +14,12 @@ import pytest
 import redis
 from loraplex_platform.local import embedded
 from loraplex_platform.local.embedded import (
-    EmbeddedServer,
     EmbeddedServerError,
+    end_server,
     start_postgres,
     start_redis,
 )
+from loraplex_platform.local.server_process import EmbeddedServer
 
 
 @contextmanager
@@ -55,12 +56,12 @@ def test_postgres_keeps_its_data_over_stop_crash_and_stale_files(short_tmp_path:
         with psycopg.connect(server.url) as connection:
             connection.execute("create table kept (n int)")
             connection.execute("insert into kept values (1)")
-        with postgres(folder) as found:
-            assert (found.was_adopted, found.pid) == (True, server.pid)
-        assert not server.is_running, "an adopted server is stopped like any other"
+        # Should one have outlived its keeper, the next keeper has one of its own all the same.
+        with postgres(folder) as another, psycopg.connect(another.url) as connection:
+            assert not server.is_running
+            assert connection.execute("select n from kept").fetchall() == [(1,)]
 
     with postgres(folder) as server:
-        assert not server.was_adopted
         _kill(server)
         # A pid that now belongs to another program must not pass for a server, nor be signalled.
         pid_file = folder / "cluster" / "postmaster.pid"
@@ -109,17 +110,15 @@ def test_only_who_started_postgres_may_connect(short_tmp_path: Path) -> None:
         assert told.returncode != 0
 
 
-def test_a_server_of_an_older_release_is_closed_when_it_is_adopted(short_tmp_path: Path) -> None:
+def test_a_cluster_of_an_older_release_is_closed_at_the_next_start(short_tmp_path: Path) -> None:
     folder = short_tmp_path / "pg"
-    with postgres(folder) as server:
+    with postgres(folder):
         (folder / "cluster" / "pg_hba.conf").write_text("local all all trust\n")
-        os.kill(server.pid, signal.SIGHUP)
 
-        with postgres(folder) as found, psycopg.connect(found.url) as connection:
-            rules = connection.execute("select auth_method from pg_hba_file_rules").fetchall()
+    with postgres(folder) as server, psycopg.connect(server.url) as connection:
+        rules = connection.execute("select auth_method from pg_hba_file_rules").fetchall()
 
-            assert found.was_adopted
-            assert rules == [("peer",)]
+    assert rules == [("peer",)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to someone else")
@@ -156,16 +155,18 @@ def test_a_planted_link_or_file_is_refused_and_what_it_names_stays_as_it_is(
     assert target.stat().st_uid == os.geteuid()
 
 
-def test_redis_is_found_again_restarted_after_a_crash_and_stopped(short_tmp_path: Path) -> None:
+def test_redis_is_ended_when_found_restarted_after_a_crash_and_stopped(
+    short_tmp_path: Path,
+) -> None:
     folder = short_tmp_path / "redis"
 
     with running_redis(folder) as server:
         client = redis.Redis.from_url(server.url)
         client.set("key", "value")
-        with running_redis(folder) as found:
-            assert (found.was_adopted, found.pid) == (True, server.pid)
-            assert found.is_running
         client.close()
+        with running_redis(folder) as another:
+            assert not server.is_running
+            assert another.is_running
     with running_redis(folder) as server:
         _kill(server)
         with running_redis(folder) as again:
@@ -182,8 +183,8 @@ def test_a_folder_with_a_long_name_gets_a_short_socket(tmp_path: Path) -> None:
     with running_redis(folder) as server:
         assert len(os.fsencode(server.socket_path)) <= embedded.MAX_SOCKET_PATH_BYTES
         assert stat.S_IMODE(server.socket_path.parent.stat().st_mode) == 0o700
-        with running_redis(folder) as found:
-            assert found.was_adopted
+        end_server("redis", folder)
+        assert not server.is_running
     server.socket_path.parent.rmdir()
 
 
