@@ -61,6 +61,12 @@ class RevokedKeyError(InvalidApiKeyError):
     code = "revoked_api_key"
 
 
+class DisabledKeyError(InvalidApiKeyError):
+    """The secret matched, but the key is switched off for now."""
+
+    code = "disabled_api_key"
+
+
 class ExpiredKeyError(InvalidApiKeyError):
     """The secret matched, but the key has expired."""
 
@@ -77,6 +83,18 @@ class PermissionDeniedError(PlatformError):
     """The caller is known but may not do this."""
 
     status, type, code = 403, "permission_error", "permission_denied"
+
+
+class InsufficientScopeError(PermissionDeniedError):
+    """The key is good, but not for this."""
+
+    code = "insufficient_scope"
+
+
+class IpNotAllowedError(PermissionDeniedError):
+    """The key is good, but not from there."""
+
+    code = "ip_not_allowed"
 
 
 class NotFoundError(PlatformError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import (
@@ -15,6 +16,7 @@ from sqlalchemy import (
     func,
     text,
 )
+from sqlalchemy.dialects.postgresql import ARRAY, CIDR
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loraplex_platform.db.base import Base
@@ -66,10 +68,18 @@ class ApiKey(Base):
 
     __tablename__ = "api_keys"
     __table_args__ = (
-        CheckConstraint("status in ('active', 'revoked')", name="status"),
+        CheckConstraint("status in ('active', 'disabled', 'revoked')", name="status"),
         CheckConstraint("(status = 'revoked') = (revoked_at is not null)", name="revoked"),
+        CheckConstraint("cardinality(scopes) > 0", name="scopes"),
+        # Lists walk these backwards, see control/paging.py.
         Index("uq_api_keys_tenant_id_id", "tenant_id", "id", unique=True),
-        Index("ix_api_keys_tenant_id_created_at_id", "tenant_id", "created_at", "id"),
+        Index("ix_api_keys_tenant_id_project_id_id", "tenant_id", "project_id", "id"),
+        Index(
+            "ix_api_keys_tenant_id_id_active",
+            "tenant_id",
+            "id",
+            postgresql_where=text("status = 'active'"),
+        ),
         ForeignKeyConstraint(
             ["tenant_id", "project_id"],
             ["projects.tenant_id", "projects.id"],
@@ -80,15 +90,43 @@ class ApiKey(Base):
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
     project_id: Mapped[UUID | None]
+    owner_user_id: Mapped[UUID | None] = mapped_column(ForeignKey("users.id"))  # null: a service's
     name: Mapped[str] = mapped_column(String(80))
     public_id: Mapped[str] = mapped_column(String(16), unique=True)
     last4: Mapped[str] = mapped_column(String(4))
+    scopes: Mapped[list[str]] = mapped_column(
+        ARRAY(String(32)), server_default=text("'{inference,models.read}'")
+    )
+    # Networks that may use it; empty: any. Read as `ipaddress` networks, written as text.
+    ip_allow: Mapped[list[Any]] = mapped_column(ARRAY(CIDR), server_default=text("'{}'"))
     status: Mapped[str] = mapped_column(String(16), server_default="active")
+    # Raised by every change that a cached copy must not survive.
     version: Mapped[int] = mapped_column(server_default=text("1"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    created_by: Mapped[str | None] = mapped_column(String(64))  # usr_..., admin_key or system
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
-    last_used_at: Mapped[datetime | None]
+    revoke_reason: Mapped[str | None] = mapped_column(String(200))
+    last_used_at: Mapped[datetime | None]  # at most a minute old, never written on a request's path
+
+
+class KeyModelGrant(Base):
+    """One thing that a key may call. A key without any may call all that its tenant may."""
+
+    __tablename__ = "key_model_grants"
+    __table_args__ = (
+        CheckConstraint("target_kind in ('base', 'adapter', 'deployment')", name="target_kind"),
+        ForeignKeyConstraint(
+            ["tenant_id", "key_id"],
+            ["api_keys.tenant_id", "api_keys.id"],
+            name="fk_key_model_grants_own_key",
+        ),
+    )
+
+    key_id: Mapped[UUID] = mapped_column(primary_key=True)
+    target_kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    target_id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID]
 
 
 class ApiKeySecret(Base):
@@ -106,20 +144,65 @@ class ApiKeySecret(Base):
 
 
 class User(Base):
-    """Someone who may log in to the console. Tenant memberships come with a later migration."""
+    """Someone who may log in. What they may do: `platform_role` everywhere, memberships in tenants."""
 
     __tablename__ = "users"
     __table_args__ = (
         CheckConstraint("platform_role in ('admin', 'viewer')", name="platform_role"),
         CheckConstraint("email = lower(email)", name="email_lower"),
+        CheckConstraint("(oidc_issuer is null) = (oidc_subject is null)", name="oidc"),
+        UniqueConstraint("oidc_issuer", "oidc_subject"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     email: Mapped[str] = mapped_column(String(254), unique=True)
-    password_hash: Mapped[str]  # argon2id, with its parameters
-    platform_role: Mapped[str] = mapped_column(String(16))
+    password_hash: Mapped[str | None]  # argon2id, with its parameters; null: logs in by OIDC only
+    platform_role: Mapped[str | None] = mapped_column(String(16))
+    oidc_issuer: Mapped[str | None] = mapped_column(String(255))
+    oidc_subject: Mapped[str | None] = mapped_column(String(255))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     disabled_at: Mapped[datetime | None]
+
+
+class Membership(Base):
+    """What a user may do in a tenant; control/permissions.py says what each role means."""
+
+    __tablename__ = "memberships"
+    __table_args__ = (
+        CheckConstraint(
+            "role in ('owner', 'admin', 'developer', 'billing', 'viewer')", name="role"
+        ),
+    )
+
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    user_id: Mapped[UUID] = mapped_column(ForeignKey("users.id"), primary_key=True, index=True)
+    role: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    row_version: Mapped[int] = mapped_column(server_default=text("1"))
+
+
+class Invitation(Base):
+    """A membership that waits for whoever holds its token and proves to be the person of its e-mail."""
+
+    __tablename__ = "invitations"
+    __table_args__ = (
+        CheckConstraint(
+            "role in ('owner', 'admin', 'developer', 'billing', 'viewer')", name="role"
+        ),
+        CheckConstraint("email = lower(email)", name="email_lower"),
+        CheckConstraint("accepted_at is null or revoked_at is null", name="ended_once"),
+        Index("ix_invitations_tenant_id_id", "tenant_id", "id"),
+    )
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
+    email: Mapped[str] = mapped_column(String(254))
+    role: Mapped[str] = mapped_column(String(16))
+    token_mac: Mapped[bytes] = mapped_column(unique=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime]
+    accepted_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
 
 
 class Session(Base):

@@ -1,8 +1,9 @@
 """From the text of a data-plane key to the tenant it speaks for.
 
-Unknown, revoked, expired, suspended and "the database is down" are five different answers: the last
-is a 503 and never looks like a refusal. Nothing is cached here; `metering.reserve` looks again in the
-transaction that admits the request.
+Unknown, revoked, disabled, expired, suspended and "the database is down" are different answers: the
+last is a 503 and never looks like a refusal, and the others beyond "unknown" are given only to who
+holds the secret. Nothing is cached here; `metering.reserve` looks again in the transaction that admits
+the request.
 """
 
 from __future__ import annotations
@@ -12,64 +13,119 @@ from datetime import datetime
 from uuid import UUID
 
 from pydantic import SecretStr
-from sqlalchemy import func, or_, select
+from sqlalchemy import Text, cast, func, select
 
-from loraplex_platform.db import ApiKey, ApiKeySecret, Tenant
+from loraplex_platform.db import ApiKey, ApiKeySecret, KeyModelGrant, Tenant
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import (
+    DisabledKeyError,
     ExpiredKeyError,
+    InsufficientScopeError,
     InvalidApiKeyError,
+    IpNotAllowedError,
     RevokedKeyError,
     TenantSuspendedError,
 )
 from loraplex_platform.tenancy import keys
+from loraplex_platform.tenancy.access import (
+    Grants,
+    KeyScope,
+    Network,
+    is_address_allowed,
+    parse_grants,
+)
+
+# A key that is rotated often keeps the MACs of its old secrets; the newest are asked first.
+_MAX_SECRETS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """Whom a request is for."""
+    """Whom a request is for, and what its key may do.
+
+    Attributes:
+        key_version: raised by every change of the key; of two of these the higher one is newer.
+        scopes: what the key is for, see `require_scope`.
+        grants: what it may call; None: all that its tenant may.
+        networks: where it may be used from, see `require_address`; empty: anywhere.
+        valid_until: when the secret that was shown ends: the key's expiry, or the end of the grace of
+            a rotated secret, whichever is first. Who keeps this object must look again then.
+    """
 
     key_id: UUID
     key_version: int
     public_id: str
     tenant_id: UUID
     tenant_slug: str
+    project_id: UUID | None = None
+    scopes: frozenset[str] = frozenset()
+    grants: Grants | None = None
+    networks: tuple[Network, ...] = ()
+    valid_until: datetime | None = None
+
+
+_GRANTS = (
+    select(func.array_agg(KeyModelGrant.target_kind + ":" + cast(KeyModelGrant.target_id, Text)))
+    .where(KeyModelGrant.key_id == ApiKey.id)
+    .scalar_subquery()
+)
+_HOLDERS = (
+    select(ApiKey, Tenant, ApiKeySecret.mac, ApiKeySecret.valid_until, func.now(), _GRANTS)
+    .join(Tenant, Tenant.id == ApiKey.tenant_id)
+    .join(ApiKeySecret, ApiKeySecret.key_id == ApiKey.id)
+    .order_by(ApiKeySecret.valid_from.desc())
+    .limit(_MAX_SECRETS)
+)
 
 
 async def authenticate(sessions: SessionFactory, pepper: SecretStr, secret: str) -> Authenticated:
-    """The key's holder.
+    """The key's holder. Where it is used from and what for is for the caller to check.
 
     Raises:
         InvalidApiKeyError: malformed, an admin key, or unknown.
-        RevokedKeyError, ExpiredKeyError: known, but over.
+        RevokedKeyError, DisabledKeyError, ExpiredKeyError: known, but over.
         TenantSuspendedError: the key is good, its tenant is not active.
         DatabaseUnavailableError: we cannot tell.
     """
-    public_id = _public_id(secret)
-    statement = (
-        select(ApiKey, Tenant, ApiKeySecret.mac, func.now())
-        .join(Tenant, Tenant.id == ApiKey.tenant_id)
-        .join(ApiKeySecret, ApiKeySecret.key_id == ApiKey.id)
-        .where(
-            ApiKey.public_id == public_id,
-            or_(ApiKeySecret.valid_until.is_(None), ApiKeySecret.valid_until > func.now()),
-        )
-    )
+    statement = _HOLDERS.where(ApiKey.public_id == public_id_of(secret))
     async with sessions() as session:
         rows = (await session.execute(statement)).all()
-    # The public id only finds the row; this comparison, in constant time, decides.
+    # The public id only finds the rows; this comparison, in constant time, decides.
     row = next((row for row in rows if keys.is_valid(pepper, secret, row[2])), None)
     if row is None:
         raise InvalidApiKeyError("Unknown API key.")
-    key, tenant, _, now = row
+    key, tenant, _, secret_until, now, grants = row
     check_live(key.status, key.revoked_at, key.expires_at, tenant.status, now)
+    if secret_until is not None and secret_until <= now:
+        raise ExpiredKeyError("This secret was replaced when the key was rotated; use the new one.")
+    ends = [end for end in (key.expires_at, secret_until) if end is not None]
     return Authenticated(
         key_id=key.id,
         key_version=key.version,
         public_id=key.public_id,
         tenant_id=tenant.id,
         tenant_slug=tenant.slug,
+        project_id=key.project_id,
+        scopes=frozenset(key.scopes),
+        grants=parse_grants(grants),
+        networks=tuple(key.ip_allow),
+        valid_until=min(ends, default=None),
     )
+
+
+def require_scope(caller: Authenticated, scope: KeyScope) -> None:
+    """Raise InsufficientScopeError unless the key is for this."""
+    if scope not in caller.scopes:
+        raise InsufficientScopeError(
+            f"This API key does not have the scope '{scope}'. Use another key, or ask your tenant's "
+            "administrator to add the scope."
+        )
+
+
+def require_address(caller: Authenticated, address: str) -> None:
+    """Raise IpNotAllowedError if the key may not be used from there. The address is not repeated."""
+    if not is_address_allowed(caller.networks, address):
+        raise IpNotAllowedError("This API key may not be used from this network address.")
 
 
 def check_live(
@@ -80,6 +136,10 @@ def check_live(
     now: datetime,
 ) -> None:
     """Raise what a known key in this state deserves, see `authenticate`."""
+    if key_status == "disabled":
+        raise DisabledKeyError(
+            "This API key is disabled. Its tenant's administrator can enable it."
+        )
     if key_status != "active" or revoked_at is not None:
         raise RevokedKeyError("This API key has been revoked.")
     if expires_at is not None and expires_at <= now:
@@ -95,7 +155,12 @@ def check_tenant(tenant_status: str) -> None:
         )
 
 
-def _public_id(secret: str) -> str:
+def public_id_of(secret: str) -> str:
+    """The public id in a data-plane key's text, without asking the database.
+
+    Raises:
+        InvalidApiKeyError: malformed, or an admin key.
+    """
     try:
         parsed = keys.parse(secret)
     except keys.MalformedKeyError as error:

@@ -57,9 +57,9 @@ class ParsedKey:
     public_id: str
 
 
-def mint(kind: KeyKind = "sk") -> MintedKey:
-    """A new random key."""
-    public_id = _random_text(_PUBLIC_ID_CHARS)
+def mint(kind: KeyKind = "sk", public_id: str | None = None) -> MintedKey:
+    """A new random key; with `public_id`, a new secret of the key that has it."""
+    public_id = public_id or _random_text(_PUBLIC_ID_CHARS)
     body = f"lpx_{kind}_{public_id}_{_random_text(_SECRET_CHARS)}"
     return MintedKey(kind, public_id, f"{body}_{_checksum(body)}")
 

@@ -68,11 +68,11 @@ async def test_revoked_expired_and_suspended_are_told_apart(db: Database) -> Non
         await authenticate(db.sessions, PEPPER, suspended.secret)
 
 
-async def test_a_secret_past_its_rotation_grace_is_unknown(db: Database) -> None:
+async def test_a_secret_past_its_rotation_grace_says_so_to_who_holds_it(db: Database) -> None:
     customer = await add_customer(db)
     await run_sql(db, "update api_key_secrets set valid_until = now() - interval '1 s'")
 
-    with pytest.raises(InvalidApiKeyError, match="Unknown"):
+    with pytest.raises(ExpiredKeyError, match="use the new one"):
         await authenticate(db.sessions, PEPPER, customer.secret)
 
 
