@@ -20,8 +20,12 @@ class OutboxMessage(Base):
     __table_args__ = (
         UniqueConstraint("topic", "dedupe_key"),
         Index(
-            "ix_outbox_topic_next_at", "topic", "next_at", postgresql_where=text("done_at is null")
+            "ix_outbox_topic_next_at",
+            "topic",
+            "next_at",
+            postgresql_where=text("done_at is null and dead_at is null"),
         ),
+        Index("ix_outbox_done_at", "done_at", postgresql_where=text("done_at is not null")),
     )
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
@@ -32,4 +36,5 @@ class OutboxMessage(Base):
     tries: Mapped[int] = mapped_column(server_default=text("0"))
     next_at: Mapped[datetime] = mapped_column(server_default=func.now())
     done_at: Mapped[datetime | None]
+    dead_at: Mapped[datetime | None]  # given up after too many tries; kept for somebody to look
     error: Mapped[str | None]  # of the last try

@@ -1,0 +1,1 @@
+"""What must be told to others once a transaction has committed, and the relay that tells it."""
