@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import psycopg
+from psycopg.abc import PQGen
 from sqlalchemy import Engine, create_engine, event, exc
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import (
@@ -29,6 +31,9 @@ from loraplex_platform.settings import DatabaseSettings
 
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 15.0
+# A server that stands still does not enforce its own statement timeout: this much later the client
+# gives the connection up.
+ANSWER_SLACK_S = 5.0
 # As long as a statement may take: in a burst, waiting for one's turn beats telling clients to retry.
 POOL_TIMEOUT_S = STATEMENT_TIMEOUT_S
 RETRY_AFTER_S = 2.0
@@ -66,8 +71,38 @@ class _SyncPool(QueuePool):
             raise DatabaseUnavailableError("All database connections are in use.") from error
 
 
+_Answer = TypeVar("_Answer")
+
+
+def _impatient_connection(answer_deadline_s: float) -> type[psycopg.AsyncConnection[Any]]:
+    """A connection that is closed once the server has left it without an answer for so long.
+
+    The server's statement timeout does not end the wait for a server that is stopped, frozen with its
+    machine, or cut off by a network that drops packets; and what is waited for includes COMMIT.
+    """
+
+    class ImpatientConnection(psycopg.AsyncConnection[Any]):
+        async def wait(
+            self,
+            gen: PQGen[_Answer],
+            interval: float = 0.1,
+            timeout: float | None = None,  # noqa: ASYNC109 # psycopg's own signature
+        ) -> _Answer:
+            limit_s = answer_deadline_s if timeout is None else timeout
+            try:
+                return await super().wait(gen, interval, limit_s)
+            except psycopg.errors._WaitTimeout as error:
+                # Whatever was under way may be done or not: nobody can use the connection again.
+                self.pgconn.finish()
+                raise psycopg.OperationalError(f"no answer within {limit_s:g} s") from error
+
+    return ImpatientConnection
+
+
 def _connect_args(
-    settings: DatabaseSettings, statement_timeout_s: float | None
+    settings: DatabaseSettings,
+    statement_timeout_s: float | None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> dict[str, object]:
     options = ["-c timezone=UTC", "-c idle_in_transaction_session_timeout=30s"]
     if settings.database_role is not None:
@@ -76,19 +111,37 @@ def _connect_args(
     if statement_timeout_s is not None:
         options.append(f"-c statement_timeout={round(statement_timeout_s * 1000)}")
     return {
-        "connect_timeout": CONNECT_TIMEOUT_S,
+        "connect_timeout": max(2, round(connect_timeout_s)),  # libpq takes whole seconds from 2 on
         "application_name": "loraplex",
         "options": " ".join(options),
     }
 
 
 def create_database_engine(
-    settings: DatabaseSettings, *, statement_timeout_s: float | None = STATEMENT_TIMEOUT_S
+    settings: DatabaseSettings,
+    *,
+    statement_timeout_s: float | None = STATEMENT_TIMEOUT_S,
+    answer_deadline_s: float | None = None,
 ) -> AsyncEngine:
-    """An async engine; dispose it when done."""
+    """An async engine; dispose it when done.
+
+    Args:
+        answer_deadline_s: how long a connection waits for a server that says nothing, see
+            `open_database`; by default a little longer than a statement may take, and for ever where
+            statements may.
+    """
+    if answer_deadline_s is None and statement_timeout_s is not None:
+        answer_deadline_s = statement_timeout_s + ANSWER_SLACK_S
+    connect_args = _connect_args(
+        settings,
+        statement_timeout_s,
+        min(CONNECT_TIMEOUT_S, answer_deadline_s or CONNECT_TIMEOUT_S),
+    )
+    if answer_deadline_s is not None:
+        connect_args["async_creator_fn"] = _impatient_connection(answer_deadline_s).connect
     engine = create_async_engine(
         settings.sqlalchemy_url(),
-        connect_args=_connect_args(settings, statement_timeout_s),
+        connect_args=connect_args,
         json_serializer=to_stored_json,
         poolclass=_AsyncPool,
         pool_size=settings.database_pool_size,
@@ -152,10 +205,20 @@ class Database:
 
 @asynccontextmanager
 async def open_database(
-    settings: DatabaseSettings, *, statement_timeout_s: float | None = STATEMENT_TIMEOUT_S
+    settings: DatabaseSettings,
+    *,
+    statement_timeout_s: float | None = STATEMENT_TIMEOUT_S,
+    answer_deadline_s: float | None = None,
 ) -> AsyncIterator[Database]:
-    """The database for as long as the block lasts. Connects lazily: the first use may raise."""
-    engine = create_database_engine(settings, statement_timeout_s=statement_timeout_s)
+    """The database for as long as the block lasts. Connects lazily: the first use may raise.
+
+    Args:
+        answer_deadline_s: after so long without a word from the server a statement or a COMMIT raises
+            `DatabaseUnavailableError`, and its connection is closed.
+    """
+    engine = create_database_engine(
+        settings, statement_timeout_s=statement_timeout_s, answer_deadline_s=answer_deadline_s
+    )
     try:
         yield Database(engine, async_sessionmaker(engine, expire_on_commit=False))
     finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from sqlalchemy import exc, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.support.metering import add_customer
+from tests.support.pausing import paused
 from tests.support.postgres import database_settings
 
 if TYPE_CHECKING:
@@ -239,6 +241,34 @@ async def test_after_the_server_was_down_the_same_engine_works_again(
                 assert (await session.execute(text("select 1"))).scalar_one() == 1
         finally:
             again.stop()
+
+
+async def test_a_server_that_stands_still_is_unavailable_by_the_deadline(
+    own_server: EmbeddedServer,
+) -> None:
+    settings = database_settings(own_server.url, database_role=None, database_pool_size=2)
+    async with open_database(settings, answer_deadline_s=0.3) as database:
+        async with database.sessions() as session:
+            await session.execute(text("create table kept (n int)"))
+            await session.commit()
+
+        for is_at_commit in (False, True):
+            async with database.sessions() as session:
+                await session.execute(text("insert into kept values (1)"))
+                work = session.commit() if is_at_commit else session.execute(text("select 1"))
+                with paused(own_server.pid):
+                    began_s = time.monotonic()
+                    with pytest.raises(DatabaseUnavailableError):
+                        await work
+                    assert time.monotonic() - began_s < 2.0
+        with paused(own_server.pid), pytest.raises(DatabaseUnavailableError):
+            async with database.sessions() as session:
+                await session.execute(text("select 1"))  # no connection is left, and none is made
+
+        async with database.sessions() as session:
+            count = (await session.execute(text("select count(*) from kept"))).scalar_one()
+    # What was under way at COMMIT happened or not; the rest did not.
+    assert count in (0, 1)
 
 
 def test_fixtures_lend_databases_that_are_empty_again(postgres_server: PostgresServer) -> None:
