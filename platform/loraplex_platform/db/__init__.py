@@ -13,6 +13,7 @@ from loraplex_platform.db.registry import (
     Deployment,
     DeploymentRevision,
 )
+from loraplex_platform.db.retries import IdempotentRequest
 from loraplex_platform.db.tenancy import (
     ApiKey,
     ApiKeySecret,
@@ -40,6 +41,7 @@ __all__ = [
     "EngineUsage",
     "Gateway",
     "IdempotencyRecord",
+    "IdempotentRequest",
     "Invitation",
     "JournalCursor",
     "KeyModelGrant",

@@ -37,6 +37,8 @@ class Tenant(Base):
     status: Mapped[str] = mapped_column(String(16), server_default="active")
     billing_tz: Mapped[str] = mapped_column(String(64), server_default="UTC")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    # Whether whole answers are kept, encrypted, for retries under an Idempotency-Key.
+    replays_answers: Mapped[bool] = mapped_column(server_default=text("false"))
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
 
 
