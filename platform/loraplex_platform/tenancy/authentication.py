@@ -45,6 +45,7 @@ class Authenticated:
 
     Attributes:
         key_version: raised by every change of the key; of two of these the higher one is newer.
+        tenant_version: the same for the tenant itself; its limits have a version of their own.
         scopes: what the key is for, see `require_scope`.
         grants: what it may call; None: all that its tenant may.
         networks: where it may be used from, see `require_address`; empty: anywhere.
@@ -57,6 +58,7 @@ class Authenticated:
     public_id: str
     tenant_id: UUID
     tenant_slug: str
+    tenant_version: int = 0
     project_id: UUID | None = None
     scopes: frozenset[str] = frozenset()
     grants: Grants | None = None
@@ -105,6 +107,7 @@ async def authenticate(sessions: SessionFactory, pepper: SecretStr, secret: str)
         public_id=key.public_id,
         tenant_id=tenant.id,
         tenant_slug=tenant.slug,
+        tenant_version=tenant.row_version,
         project_id=key.project_id,
         scopes=frozenset(key.scopes),
         grants=parse_grants(grants),

@@ -18,6 +18,7 @@ from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
 from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
@@ -34,6 +35,8 @@ PARTITION_INTERVAL_S = 3600.0
 MONTHS_AHEAD = 2
 INVARIANT_INTERVAL_S = 3600.0
 INVARIANT_WINDOW = timedelta(days=2)
+BACKLOG_INTERVAL_S = 15.0
+PURGE_INTERVAL_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             )
         )
         registry = CollectorRegistry()
-        loops = _loops(settings, database, ConnectedEngines(router), registry)
+        metrics = LoopMetrics(registry)
+        topics = await _topics(stack, settings, database)
+        loops = [
+            *_loops(settings, database, ConnectedEngines(router), registry, metrics),
+            *_outbox_loops(database, topics, registry, metrics),
+        ]
         tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
         try:
             yield Worker(loops, registry)
@@ -75,14 +83,51 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _topics(
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, database: Database
+) -> list[Topic]:
+    """Who is told what: every outbox topic has its handler here."""
+    return []
+
+
+def _outbox_loops(
+    database: Database, topics: list[Topic], registry: CollectorRegistry, loop_metrics: LoopMetrics
+) -> list[Loop]:
+    """A loop per topic, so that a slow one delays no other."""
+    sessions = database.sessions
+    metrics = OutboxMetrics(registry)
+
+    async def look_at_backlog() -> None:
+        await note_backlog(sessions, metrics, [topic.name for topic in topics])
+
+    async def purge() -> None:
+        purged = await purge_done(sessions)
+        if purged:
+            log.info("outbox_purged", count=purged)
+
+    return [
+        *(
+            Loop(
+                f"outbox_{topic.name}",
+                topic.interval_s,
+                Relay(sessions, topic, metrics).relay_once,
+                loop_metrics,
+            )
+            for topic in topics
+        ),
+        Loop("outbox_backlog", BACKLOG_INTERVAL_S, look_at_backlog, loop_metrics),
+        Loop("outbox_purge", PURGE_INTERVAL_S, purge, loop_metrics),
+    ]
+
+
 def _loops(
     settings: WorkerSettings,
     database: Database,
     engines: ConnectedEngines,
     registry: CollectorRegistry,
+    metrics: LoopMetrics,
 ) -> list[Loop]:
     sessions = database.sessions
-    metrics = LoopMetrics(registry)
     swept = Counter(
         "loraplex:worker_swept", "Requests taken over, by verdict.", ["verdict"], registry=registry
     )
