@@ -33,7 +33,8 @@ DRAIN_END_S = 20.0
 ENGINE_END_S = 15.0
 # Longer than a keeper waits for its server: a killed keeper cannot say how its server ended.
 SERVER_END_S = 55.0
-SERVER_HURRY_S = 25.0
+# Postgres ends "immediately" within five seconds. What a keeper has not ended then, the supervisor ends.
+SERVER_HURRY_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)

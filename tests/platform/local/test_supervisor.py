@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from loraplex_platform.local.data_dir import DataDir
-from loraplex_platform.local.errors import ServiceFailedError
+from loraplex_platform.local.errors import ServiceFailedError, StillRunningError
 from loraplex_platform.local.supervisor import Event, Service, Supervisor
 
-from tests.support.processes import DEAF, POLITE, is_alive, python, until
+from tests.support.processes import DEAF, POLITE, is_alive, python, until, wait_until
 
 
 class Rig:
@@ -231,6 +231,68 @@ signal.pause()
     await supervisor.stop()
 
     await until(lambda: not is_alive(child))
+
+
+async def test_what_a_service_leaves_outside_its_group_is_ended_before_it_is_back(rig: Rig) -> None:
+    """As a keeper does with its server, on a system that has no death signal."""
+    left = rig.data_dir.run / "left"
+    ready = rig.data_dir.run / "keeper.ready"
+    code = f"""
+import os, signal
+child = os.fork()
+if child == 0:
+    os.setsid()
+    while True: signal.pause()
+open({str(left)!r}, "a").write(f"{{child}}\\n")
+open({str(ready)!r}, "w").close()
+signal.pause()
+"""
+    hurried: list[bool] = []
+
+    def pids() -> list[int]:
+        return [int(line) for line in left.read_text().splitlines()]
+
+    def end_remains(is_hurried: Callable[[], bool]) -> None:
+        hurried.append(is_hurried())
+        for pid in pids():
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids()))
+
+    keeper = rig.service("keeper", python(code), ready, end_remains=end_remains)
+    supervisor = rig.run(keeper)
+    await supervisor.start()
+    keeper_pid = supervisor.pid("keeper")
+    assert keeper_pid is not None
+
+    os.kill(keeper_pid, signal.SIGKILL)
+    await until(lambda: rig.states("keeper").count("ready") == 2)
+    first, second = pids()
+    assert not is_alive(first)
+    assert is_alive(second)
+    supervisor.hurry.set()
+    await supervisor.stop()
+
+    assert not is_alive(second)
+    assert hurried == [False, True]
+
+
+async def test_what_cannot_be_ended_is_not_called_stopped(rig: Rig) -> None:
+    def end_remains(_: Callable[[], bool]) -> None:
+        raise StillRunningError("postgres", 4711)
+
+    ready = rig.data_dir.run / "database.ready"
+    command = python(POLITE, "database", rig.journal, ready)
+    database = rig.service("database", command, ready, end_remains=end_remains)
+    supervisor = rig.run(database, rig.polite("gateway", "database"))
+    await supervisor.start()
+
+    with pytest.raises(StillRunningError, match=r"postgres \(pid 4711\) still runs"):
+        await supervisor.stop()
+
+    assert rig.states("gateway")[-1] == "stopped"
+    assert rig.states("database")[-1] == "stuck"
+    rig.supervisor = None  # its stop, which all tests end with, was this one
 
 
 async def test_the_logs_of_earlier_runs_are_kept(rig: Rig) -> None:
