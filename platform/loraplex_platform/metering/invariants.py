@@ -10,12 +10,16 @@ yet (`unlanded`). For those the gateway's own count stands in, so the identity p
 them: `attempts_are_confirmed` fails when that lasts. When an engine was lost, what the gateway had
 seen stands in for its journal; should the journal turn up later, what it has more goes to the
 attempt's own class (a fault: absorbed; past a stop string, past an abort: discarded).
+
+Each rule carries the number under which the design speaks of it (I1 to I10). Months whose requests
+retention has dropped are left out of what compares with requests; the ledger itself is never dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -40,6 +44,11 @@ class Check:
     ok: bool
     detail: str
     offenders: list[str] = field(default_factory=list)
+    code: str = ""  # I1 to I10, or nothing
+
+
+# A check that is not one SQL statement, such as one that asks Redis too.
+ExtraCheck = Callable[[AsyncSession], Awaitable[Check]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +113,17 @@ from both_sides
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`sql` selects what breaks the rule: columns `id` (uuid or text) and `detail`."""
+    """`sql` selects what breaks the rule: columns `id` (uuid of a request, or text) and `detail`.
+
+    It may use the parameters of `check_invariants`: `:since` (id of the first request looked at),
+    `:ledger_since` (the same for what the ledger alone proves), `:since_time`, `:stale_s`,
+    `:landing_s`, `:is_serving`.
+    """
 
     name: str
     title: str
     sql: str
+    code: str = ""
 
 
 _RULES = (
@@ -125,6 +140,7 @@ _RULES = (
             on l.entry_id = r.id
         where (r.state = 'settled') is distinct from (l.entry_id is not null)
         """,
+        code="I1",
     ),
     _Rule(
         "amount_is_tokens_times_price",
@@ -139,12 +155,13 @@ _RULES = (
             from price_items i where i.price_book_id = l.price_book_id and i.target_kind =
                 case when l.adapter_version_id is null then 'base' else 'adapter' end
         ) p on true
-        where l.kind in ('usage', 'late') and l.entry_id >= :since
+        where l.kind in ('usage', 'late') and l.entry_id >= :ledger_since
             and l.amount_pico is distinct from (
                 cast(l.prompt_tokens - l.cached_tokens as numeric) * p.input
                 + cast(l.cached_tokens as numeric) * p.cached
                 + cast(l.completion_tokens as numeric) * p.output)
         """,
+        code="I1",
     ),
     _Rule(
         "ledger_equals_attempts",
@@ -172,6 +189,7 @@ _RULES = (
         from attempts a join requests r on r.id = a.request_id
         where a.request_id >= :since and a.attempt <> r.attempt and a.billed > 0
         """,
+        code="I1",
     ),
     _Rule(
         "no_stale_reservation",
@@ -182,6 +200,7 @@ _RULES = (
         from requests
         where state = 'reserved' and lease_until < now() - make_interval(secs => :stale_s)
         """,
+        code="I3",
     ),
     _Rule(
         "journals_agree",
@@ -196,6 +215,7 @@ _RULES = (
             else (e.completion_tokens, e.prompt_tokens, e.cached_tokens)
                 <> (a.generated, a.prompt_tokens, a.cached_tokens) end)
         """,
+        code="I4",
     ),
     _Rule(
         "journal_has_request",
@@ -209,6 +229,7 @@ _RULES = (
         where e.request_id >= :since
             and (r.id is null or (r.state <> 'reserved' and a.request_id is null))
         """,
+        code="I4",
     ),
     _Rule(
         "attempts_are_confirmed",
@@ -222,6 +243,7 @@ _RULES = (
         where a.request_id >= :since and e.request_id is null and a.source <> 'observed'
             and a.recorded_at < now() - make_interval(secs => :landing_s)
         """,
+        code="I4",
     ),
     _Rule(
         "books_are_append_only",
@@ -239,7 +261,8 @@ _RULES = (
         select session_user::text, 'serves, and may become the owner of ' || relname || ': '
             || 'see `loraplex migrate --help`'
         from pg_class
-        where oid = to_regclass('ledger') and pg_has_role(session_user, relowner, 'MEMBER')
+        where :is_serving and oid = to_regclass('ledger')
+            and pg_has_role(session_user, relowner, 'MEMBER')
         """,
     ),
     _Rule(
@@ -263,19 +286,29 @@ _RULES = (
 
 
 async def check_invariants(
-    sessions: SessionFactory, *, since: datetime | None = None, lease_grace_s: float = 5.0
+    sessions: SessionFactory,
+    *,
+    since: datetime | None = None,
+    lease_grace_s: float = 5.0,
+    is_serving: bool = True,
+    extra: Sequence[ExtraCheck] = (),
 ) -> InvariantReport:
     """Run every check on one snapshot.
 
     Args:
         since: look only at requests made from then on; None: at all of them.
         lease_grace_s: the worker's setting: how long after its lease a request is left alone.
+        is_serving: whether this login serves, and so must not be able to change the books.
+        extra: more checks, of other sources than the database alone.
     """
     first_id = uuid7_floor(0 if since is None else int(since.timestamp() * 1000))
     parameters = {
         "since": first_id,
+        "ledger_since": first_id,
+        "since_time": since or datetime.fromtimestamp(0, UTC),
         "stale_s": lease_grace_s + SWEEP_SLACK_S,
         "landing_s": LANDING_SLACK_S,
+        "is_serving": is_serving,
     }
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
@@ -284,6 +317,7 @@ async def check_invariants(
         identity = Identity(*(int(value) for value in row))
         checks = [_identity_check(identity)]
         checks += [await _run(session, rule, parameters) for rule in _RULES]
+        checks += [await check(session) for check in extra]
     return InvariantReport(checked_at, identity, checks)
 
 
@@ -311,6 +345,7 @@ async def _run(session: AsyncSession, rule: _Rule, parameters: dict[str, Any]) -
         ok=not rows,
         detail="holds" if not rows else f"{count} broken; for example {shown[0].detail}",
         offenders=[_label(row.id) for row in shown],
+        code=rule.code,
     )
 
 
