@@ -14,17 +14,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from loraplex_engine.artifact import AdapterLimits, AdapterStore, read_adapter
-from loraplex_engine.build import AssembledEngine, assemble_engine
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.convert import cache_dir
-from loraplex_engine.lora.pool import WANTED_GRACE_S
 from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams
 
-from bench.adapters import write
+if TYPE_CHECKING:
+    from loraplex_engine.build import AssembledEngine
 
 _NUM_ROWS = 4
 _NUM_ADAPTERS = 3
@@ -58,8 +56,10 @@ def _requests(round_index: int, max_tokens: int) -> list[Generate]:
 
 def _step_seconds(
     engine: AssembledEngine, requests: list[Generate], digests: list[str], clock: _Clock
-) -> np.ndarray:
+) -> list[float]:
     """Each step's time while the rows decode; with digests, while these are loaded in turn."""
+    from loraplex_engine.lora.pool import WANTED_GRACE_S
+
     assert engine.lora is not None
     for request in requests:
         engine.core.add(request)
@@ -72,7 +72,7 @@ def _step_seconds(
         started = time.perf_counter()
         engine.core.step()
         times.append(time.perf_counter() - started)
-    return np.array(times[2:])  # the prompt's step and the first after it are not decoding's
+    return times[2:]  # the prompt's step and the first after it are not decoding's
 
 
 def main() -> None:
@@ -82,7 +82,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="counted; one more comes before")
     parser.add_argument("--max-tokens", type=int, default=80)
     args = parser.parse_args()
-    prepare_numerics()
+    prepare_numerics()  # what follows imports numpy and torch
+    import numpy as np
+    from loraplex_engine.artifact import AdapterLimits, AdapterStore, read_adapter
+    from loraplex_engine.build import assemble_engine
+
+    from bench.adapters import write
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         store = AdapterStore(f"file://{folder / 'store'}")

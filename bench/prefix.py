@@ -17,13 +17,15 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from loraplex_engine.build import build_engine
 from loraplex_engine.config import EngineConfig
-from loraplex_engine.core import EngineCore
 from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams, Usage
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from loraplex_engine.core import EngineCore
 
 TARGET = 0.1  # warm over cold
 _RULE = "Rule {n}: answer in one short sentence, name the {noun}, and never mention the weather. "
@@ -130,6 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     # As the server does: beside other processes, threads that spin at a barrier take each other's time.
     prepare_numerics()
+    from loraplex_engine.build import build_engine
+
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     prompts = _prompts(tokenizer, args.system_tokens, 2 * (args.rounds + 1))
     core = build_engine(EngineConfig(model_dir=args.model, base_model="smollm2-135m"))

@@ -3,7 +3,8 @@
 Bandwidth and GEMM rate are measured (the profile's `measure_machine`), and each step's parts are held against
 them as `loraplex bench profile` does: prompts packed into steps of 512 tokens, what an earlier prompt of the
 same tenant and adapter shares computed once, then whole batches decoding together. No engine reaches it:
-it counts no launch, no scheduler, no HTTP.
+it counts no launch, no scheduler, no HTTP. The libraries below torch have the settings that an engine gives
+them. Those keep oneDNN from AMX, not our own product: the GEMM rate is that of the faster.
 
     python -m bench.roofline --model-dir DIR --dtype float32 --adapters DIR w.jsonl:16 ...
 
@@ -16,14 +17,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from loraplex_engine.numerics_environment import prepare_numerics
 
-from bench import adapters, workload
+from bench import workload
 from bench.suite import BASE_MODEL
 from bench.workload import WorkItem
 
@@ -119,13 +120,15 @@ def main() -> None:
     parser.add_argument("--gemm-gflop-s", type=float, default=0.0, help="as measured before")
     parser.add_argument("files", nargs="*", help="workload file:requests in flight")
     args = parser.parse_args()
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    prepare_numerics()  # what follows imports torch
     from loraplex_engine.artifact import ModelShape
     from loraplex_engine.config import EngineConfig
     from loraplex_engine.convert import cache_dir
     from loraplex_engine.profiling.floors import step_work
     from loraplex_engine.profiling.machine import measure_machine
     from loraplex_engine.runner import load_model
+
+    from bench.adapters import NUMBER_BYTES
 
     config = EngineConfig(model_dir=args.model_dir, base_model=BASE_MODEL, dtype=args.dtype)
     # The weights as the server reads them: what torch keeps is wider than a checkpoint in bf16.
@@ -151,7 +154,7 @@ def main() -> None:
                 model,
                 shape,
                 kv_bytes_per_token=kv_bytes,
-                adapter_number_bytes=adapters.NUMBER_BYTES,
+                adapter_number_bytes=NUMBER_BYTES,
             )
             seconds += count * sum(part.floor_ms(machine) for part in parts.values()) / 1e3
         floors[Path(path).stem] = seconds

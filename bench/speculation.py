@@ -17,15 +17,18 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loraplex_engine.config import EngineConfig, Speculative
 from loraplex_engine.convert import cache_dir
-from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.protocol import Generate, SamplingParams
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from loraplex_engine.core import EngineCore
 
 MODES: tuple[Speculative, ...] = ("off", "auto", "ngram")
 WORKLOADS = ("repetitive", "plain")
@@ -94,6 +97,7 @@ def _cores(config: EngineConfig) -> dict[str, EngineCore]:
     import torch
     from loraplex_engine.attention.setup import open_attention
     from loraplex_engine.build import NoAdapters
+    from loraplex_engine.core import build_core
     from loraplex_engine.runner import build_runner, load_model
     from loraplex_engine.sampling.setup import open_survivors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,10 @@ def test_the_floor_reads_the_weights_that_the_server_reads(
     figures = MachineFigures(read_gb_s=1e-3, gemm_gflop_s=1e9, gemm_dtype="float32", num_threads=1)
     monkeypatch.setattr(machine, "measure_machine", lambda *_, **__: figures)
     monkeypatch.setenv("LORAPLEX_CACHE_DIR", str(cache))
-    monkeypatch.setenv("GOMP_SPINCOUNT", "2000")  # as `main` would, and leave it
+    settings = ("GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
+    for name in settings:
+        monkeypatch.setenv(name, "")  # what they were comes back
+        monkeypatch.delenv(name)
     loaded: list[Any] = []
     load_model = runner.load_model
 
@@ -100,6 +104,7 @@ def test_the_floor_reads_the_weights_that_the_server_reads(
 
     main()
 
+    assert set(settings) <= os.environ.keys()
     ((model, _),) = loaded
     assert model.linear_name == "native"
     assert json.loads(capsys.readouterr().out)["floor_s"]["one"] > 0
