@@ -115,6 +115,12 @@ class ConflictError(PlatformError):
     status, type, code = 409, "invalid_request_error", "conflict"
 
 
+class IdempotencyInProgressError(ConflictError):
+    """The first request with this Idempotency-Key is still running: a client may ask again."""
+
+    code = "idempotency_in_progress"
+
+
 class BodyTooLargeError(PlatformError):
     """The request body is over the limit."""
 

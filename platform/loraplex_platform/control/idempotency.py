@@ -8,7 +8,6 @@ Secrets are never stored: a replay shows what was made, without the secret.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,32 +17,28 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.audit import queries
-from loraplex_platform.errors import ConflictError, IdempotencyReuseError, InvalidRequestError
+from loraplex_platform.errors import IdempotencyInProgressError, IdempotencyReuseError
+from loraplex_platform.idempotency_keys import idempotency_key_of
 from loraplex_platform.ids import uuid7
 
-HEADER = "idempotency-key"
-MAX_KEY_CHARS = 255
 KEEP = timedelta(hours=24)
 # A process that died while working frees the key after this.
 RUNNING_FOR = timedelta(minutes=15)
 _SECRET_FIELDS = frozenset({"secret", "password", "token"})
 
 
-class IdempotencyInProgressError(ConflictError):
-    """The first call with this key is still running."""
-
-    code = "idempotency_in_progress"
-
-
 class Idempotency:
     """One POST under an Idempotency-Key."""
 
     def __init__(
-        self, sessions: async_sessionmaker[AsyncSession], principal: str, route: str, key: str
+        self,
+        sessions: async_sessionmaker[AsyncSession],
+        principal: str,
+        route: str,
+        key_hash: bytes,
     ) -> None:
         self._sessions = sessions
-        digest = hashlib.sha256(key.encode()).digest()
-        self._scope = queries.Scope(principal, route[:160], digest)
+        self._scope = queries.Scope(principal, route[:160], key_hash)
         self._claim_token = uuid7()  # of this call, should another one take the key over
 
     @classmethod
@@ -53,18 +48,12 @@ class Idempotency:
         """None if the request carries no key.
 
         Raises:
-            InvalidRequestError: the key is empty, too long or not printable ASCII.
+            InvalidRequestError: the key cannot be read.
         """
-        key = request.headers.get(HEADER)
-        if key is None:
+        key_hash = idempotency_key_of(request)
+        if key_hash is None:
             return None
-        if not 1 <= len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
-            raise InvalidRequestError(
-                f"Idempotency-Key: use 1 to {MAX_KEY_CHARS} printable ASCII characters, for "
-                "example a UUID.",
-                param="Idempotency-Key",
-            )
-        return cls(sessions, principal, f"POST {request.url.path}", key)
+        return cls(sessions, principal, f"POST {request.url.path}", key_hash)
 
     async def begin(self, fingerprint: bytes) -> Response | None:
         """Claim the key, or the stored reply of the call that had it first.
