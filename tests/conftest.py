@@ -1,6 +1,7 @@
 """Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets.
 
-The libraries below torch get the settings that an engine gives them.
+The libraries below torch get the settings that an engine gives them. SIGTERM is answered as Ctrl-C, so
+that a run that is told to end leaves neither folders nor processes (a killed one: folders).
 Without an NVIDIA device Triton kernels run interpreted, in numpy. Triton reads that when it is first imported.
 """
 
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
     """For `pytest -n --dist loadgroup`: a file or a folder that shares a set-up is the unit of work."""
     return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each time: code under test puts handlers of its own in this one's place."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end_as_by_ctrl_c)
+
+
+def _end_as_by_ctrl_c(_number: int, _frame: FrameType | None) -> None:
+    # Once: a second one would interrupt the tidying up. (Not SIG_IGN, which children would inherit.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture(scope="session")

@@ -54,12 +54,12 @@ class EngineStand:
 async def engine_stand(
     postgres_server: PostgresServer, _redis_server_url: str
 ) -> AsyncIterator[EngineStand]:
-    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
     redis_url = f"{_redis_server_url}?db=3"
     async with redis.asyncio.from_url(redis_url) as client:
         await client.flushdb()
-    model = write_model(folder / "models")
     async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lpx-")))
+        model = write_model(folder / "models")
         db_url = stack.enter_context(postgres_server.clone())
         enter = stack.enter_async_context
         address = await enter(
@@ -100,7 +100,6 @@ async def engine_stand(
         yield EngineStand(clients, engine)
         stats = await check_quiet(db, gateways, engine)
         assert stats.generation_tokens_total > 0
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def gateway_folder(folder: Path, model: Path, kind: str) -> Path:
