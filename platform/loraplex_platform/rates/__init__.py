@@ -1,0 +1,1 @@
+"""How fast each scope may go: rates and concurrency in Redis, and what holds while it is away."""
