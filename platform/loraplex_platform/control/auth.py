@@ -1,32 +1,40 @@
-"""Who calls, and may they: the admin key or a console session, then the role.
+"""Who calls, and may they: the admin key or a console session, then the route's action.
 
 `authorize` is the only place that lets a request through to /admin/v1; every route there is an
-`AdminRoute` (routing.py), which calls it before the body is even read. What decides is the ASGI
-method and the route, never the Host header or the raw path.
+`AdminRoute` (routing.py), which calls it before the body is even read. What decides is the route and
+its action (permissions.py), never the Host header or the raw path.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 from uuid import UUID
 
 from fastapi import Depends, Request
 
 from loraplex_platform.control.context import ControlContext
-from loraplex_platform.errors import InvalidApiKeyError, PermissionDeniedError
-from loraplex_platform.ids import format_id
+from loraplex_platform.control.permissions import (
+    Action,
+    PlatformRole,
+    Reach,
+    Refusal,
+    TenantRole,
+    reach_of,
+)
+from loraplex_platform.errors import InvalidApiKeyError, NotFoundError, PermissionDeniedError
+from loraplex_platform.ids import MalformedIdError, format_id, parse_id
 from loraplex_platform.tenancy import keys
 from loraplex_platform.users import service as users
 
 SESSION_COOKIE = "loraplex_session"
-Role = Literal["admin", "viewer"]
 
 _READ_METHODS = frozenset({"GET", "HEAD"})
-# What a viewer may do to their own login.
-_OWN_SESSION_PATH = "/admin/v1/sessions/current"
+# What a tenant id that is none is taken for: nobody's.
+_NO_TENANT: Final = UUID(int=0)
 
 
 class NotAuthenticatedError(InvalidApiKeyError):
@@ -43,10 +51,16 @@ class CrossOriginError(PermissionDeniedError):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The authenticated caller."""
+    """The authenticated caller.
+
+    Attributes:
+        platform_role: what they are in every tenant, if anything.
+        memberships: what they are in which tenant.
+    """
 
     kind: Literal["admin_key", "user"]
-    role: Role
+    platform_role: PlatformRole | None
+    memberships: Mapping[UUID, TenantRole] = field(default_factory=dict)
     user_id: UUID | None = None
     session_id: UUID | None = None
     expires_at: datetime | None = None
@@ -62,18 +76,39 @@ class Principal:
         return self.kind if self.user_id is None else f"{self.kind}:{self.actor_id}"
 
 
-async def authorize(request: Request, context: ControlContext) -> Principal:
-    """The caller, allowed to use this method here.
+async def authorize(
+    request: Request, context: ControlContext, action: Action
+) -> tuple[Principal, Reach]:
+    """The caller, allowed to do this, and whose rows they may see while they do.
 
     Raises:
         InvalidApiKeyError: no credentials, or none that we know.
-        PermissionDeniedError: a viewer writes, or a cookie-borne write comes from a foreign page.
+        PermissionDeniedError: their role does not allow it, or a cookie-borne write comes from a
+            foreign page.
+        NotFoundError: the tenant that path or query name is none of theirs, or nobody's.
     """
     principal = await _authenticate(request, context)
-    is_read = request.method in _READ_METHODS
-    if principal.role != "admin" and not is_read and request.url.path != _OWN_SESSION_PATH:
-        raise PermissionDeniedError("Viewers may only read; ask an admin to make this change.")
-    return principal
+    reach = reach_of(action, principal.platform_role, principal.memberships, _named_tenant(request))
+    if reach is Refusal.UNKNOWN:
+        raise NotFoundError("No such tenant.")
+    if reach is Refusal.FORBIDDEN:
+        if principal.platform_role == "viewer":
+            raise PermissionDeniedError("Viewers may only read; ask an admin to make this change.")
+        raise PermissionDeniedError(
+            f"Your role does not allow this ({action.name}). Ask an owner of the tenant, or the "
+            "operator of this service."
+        )
+    return principal, reach
+
+
+def _named_tenant(request: Request) -> UUID | None:
+    text = request.path_params.get("tenant_id") or request.query_params.get("tenant_id")
+    if text is None:
+        return None
+    try:
+        return parse_id("tenant", text)
+    except MalformedIdError:
+        return _NO_TENANT
 
 
 async def _authenticate(request: Request, context: ControlContext) -> Principal:
@@ -90,11 +125,13 @@ async def _authenticate(request: Request, context: ControlContext) -> Principal:
         check_origin(request, context)
     async with context.sessions() as session:
         login = await users.find_session(session, context.settings, cookie)
-    if login is None:
-        raise NotAuthenticatedError("The session is over; log in again at /login.")
+        if login is None:
+            raise NotAuthenticatedError("The session is over; log in again at /login.")
+        memberships = await users.memberships_of(session, login.user.id)
     return Principal(
         kind="user",
-        role="admin" if login.user.platform_role == "admin" else "viewer",
+        platform_role=login.user.platform_role,  # type: ignore[arg-type]  # checked by the table
+        memberships=memberships,
         user_id=login.user.id,
         session_id=login.session.id,
         expires_at=login.session.expires_at,
@@ -113,7 +150,7 @@ def _check_admin_key(header: str, context: ControlContext) -> Principal:
         )
     if not keys.is_same_secret(context.settings.key_pepper, token, context.settings.admin_key):
         raise InvalidApiKeyError("Unknown admin key. It is LORAPLEX_ADMIN_KEY of this deployment.")
-    return Principal(kind="admin_key", role="admin")
+    return Principal(kind="admin_key", platform_role="admin")
 
 
 def check_origin(request: Request, context: ControlContext) -> None:

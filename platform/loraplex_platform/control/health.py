@@ -13,7 +13,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loraplex_platform.control.auth import authorize
 from loraplex_platform.control.context import Context, ControlContext
-from loraplex_platform.errors import InvalidApiKeyError, NotFoundError, UnavailableError
+from loraplex_platform.control.permissions import ACTIONS
+from loraplex_platform.errors import (
+    InvalidApiKeyError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 
 router = APIRouter(tags=["Health"])
 
@@ -48,8 +54,8 @@ async def metrics(request: Request, context: Context) -> Response:
     """Prometheus metrics, for this machine or with the admin key; to others they do not exist."""
     if not _is_local(request):
         try:
-            await authorize(request, context)
-        except InvalidApiKeyError:
+            await authorize(request, context, ACTIONS["metrics.read"])
+        except (InvalidApiKeyError, PermissionDeniedError):
             raise NotFoundError("There is no GET /metrics; see /docs.") from None
     return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

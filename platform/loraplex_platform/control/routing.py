@@ -1,6 +1,7 @@
 """The route classes of /admin/v1: authorise, open the transaction, run, keep the reply, commit.
 
-FastAPI parses a body before it solves dependencies. Authorising here instead means that nobody
+The transaction of a tenant's member sees that member's tenants and nothing else, whatever a query
+forgets (db/tenant_scope.py). FastAPI parses a body before it solves dependencies. Authorising here instead means that nobody
 without credentials can make this process read or parse anything.
 """
 
@@ -18,13 +19,19 @@ from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.auth import SESSION_COOKIE, Principal, authorize
 from loraplex_platform.control.context import get_context
 from loraplex_platform.control.idempotency import Idempotency
+from loraplex_platform.control.permissions import Action, Reach, action_of
 from loraplex_platform.control.schemas import ERROR_RESPONSES
+from loraplex_platform.db.tenant_scope import enter_tenants, leave_tenants
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 # For the OpenAPI page only; `authorize` decides.
 _BEARER = HTTPBearer(auto_error=False, description="The admin key, lpx_ak_...")
 _COOKIE = APIKeyCookie(name=SESSION_COOKIE, auto_error=False, description="Set by POST /sessions.")
+
+
+class UndeclaredActionError(TypeError):
+    """A route that nobody said who may call: refused by default, and before it can be."""
 
 
 class PublicRoute(APIRoute):
@@ -41,15 +48,34 @@ class PublicRoute(APIRoute):
         return handle_public
 
 
-class AdminRoute(APIRoute):
-    """Only for the authorised; POSTs take an Idempotency-Key over the whole body."""
+class GuardedRoute(APIRoute):
+    """Only for those who may do the action that its endpoint declares."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:  # noqa: ANN401 (FastAPI's own)
+        """As FastAPI calls it.
+
+        Raises:
+            UndeclaredActionError: the endpoint does not say what its caller must be allowed to do.
+        """
+        action = action_of(endpoint)
+        if action is None:
+            raise UndeclaredActionError(
+                f"{endpoint.__module__}.{endpoint.__qualname__} ({path}) has no @requires(...): "
+                "name its action from control/permissions.py, below the router's decorator."
+            )
+        self.action: Action = action
+        super().__init__(path, endpoint, **options)
+
+
+class AdminRoute(GuardedRoute):
+    """One transaction per request; POSTs take an Idempotency-Key over the whole body."""
 
     def get_route_handler(self) -> Handler:
         """As FastAPI calls it, once per route."""
         handle = super().get_route_handler()
 
         async def handle_for_principal(request: Request) -> Response:
-            principal = await _identify(request)
+            principal = await _identify(request, self.action)
             body = await request.body()
             keyed = None
             if request.method == "POST":
@@ -64,7 +90,7 @@ class AdminRoute(APIRoute):
         return handle_for_principal
 
 
-class StreamedRoute(APIRoute):
+class StreamedRoute(GuardedRoute):
     """Authorised like `AdminRoute`, but the handler reads the body and owns its transactions.
 
     For uploads, which must not be read into memory, and for streams, which outlive a transaction.
@@ -75,7 +101,7 @@ class StreamedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_for_principal(request: Request) -> Response:
-            await _identify(request)
+            await _identify(request, self.action)
             if self.body_field is not None:
                 await request.body()
             return await handle(request)
@@ -83,10 +109,11 @@ class StreamedRoute(APIRoute):
         return handle_for_principal
 
 
-async def _identify(request: Request) -> Principal:
+async def _identify(request: Request, action: Action) -> Principal:
     """Authorise, and leave who it is where handlers find it."""
-    principal = await authorize(request, get_context(request))
+    principal, reach = await authorize(request, get_context(request), action)
     request.state.principal = principal
+    request.state.reach = reach
     request.state.actor = Actor(principal.kind, principal.actor_id, request.state.request_id)
     return principal
 
@@ -97,8 +124,16 @@ async def in_transaction(
     """Run `handle` with `request.state.session`; commit unless it failed."""
     async with get_context(request).sessions() as session:
         request.state.session = session
+        reach: Reach = request.state.reach
+        platform_role = None
+        if reach.tenant_ids is not None:
+            platform_role = await enter_tenants(session, reach.tenant_ids)
         response = await handle(request)
         if response.status_code < 400:
+            # Written with the member's rights, and only then with ours: replies have no tenant.
+            await session.flush()
+            if platform_role is not None:
+                await leave_tenants(session, platform_role)
             if keyed is not None:
                 await keyed.finish(session, response)
             await session.commit()

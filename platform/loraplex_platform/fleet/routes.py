@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Path, Request
 
 from loraplex_platform.control.context import Context, DbSession
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.fleet import queries, service
 from loraplex_platform.fleet.schemas import (
@@ -21,6 +22,7 @@ router = admin_router("", "Fleet")
 
 
 @router.get("/fleet")
+@requires("fleet.read")
 async def get_fleet(context: Context, session: DbSession) -> FleetResource:
     """Live engine replicas with their statistics, and the gateways."""
     views = await context.fleet.views()
@@ -37,6 +39,7 @@ AdapterDigest = Annotated[
 
 
 @router.put("/fleet/pins/{digest}")
+@requires("fleet.write")
 async def pin_adapter(
     digest: AdapterDigest, request: Request, context: Context, session: DbSession
 ) -> PinResource:
@@ -51,6 +54,7 @@ async def pin_adapter(
 
 
 @router.delete("/fleet/pins/{digest}")
+@requires("fleet.write")
 async def unpin_adapter(
     digest: AdapterDigest, request: Request, context: Context, session: DbSession
 ) -> PinResource:
@@ -61,6 +65,7 @@ async def unpin_adapter(
 
 
 @router.get("/overview")
+@requires("fleet.read")
 async def get_overview(context: Context, session: DbSession) -> OverviewResource:
     """Load, speed, what there is, and today's revenue (UTC) in dollars."""
     views = await context.fleet.views()

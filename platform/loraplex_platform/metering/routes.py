@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Request
@@ -103,6 +104,7 @@ def _usage_query(
     response_model=UsageReport,
     responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )
+@requires("usage.read")
 async def get_usage(
     query: Annotated[UsageQuery, Depends(_usage_query)],
     context: Context,
@@ -161,6 +163,7 @@ async def _csv(context: ControlContext, query: UsageQuery, first: UsagePage) -> 
 
 
 @router.get("/requests")
+@requires("request.read")
 async def list_requests(
     tenant: TenantFilter, page: Paging, session: DbSession
 ) -> ListPage[RequestResource]:
@@ -171,6 +174,7 @@ async def list_requests(
 
 
 @router.get("/invariants")
+@requires("invariant.read")
 async def get_invariants(context: Context) -> InvariantsResource:
     """Check the books now: generated = billed + absorbed + discarded, and all that follows."""
     return show_invariants(await check_invariants(context.sessions))

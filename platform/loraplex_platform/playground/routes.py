@@ -6,6 +6,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from loraplex_platform.control.context import Context
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import StreamedRoute, admin_router
 from loraplex_platform.playground.schemas import PlaygroundRequest
 from loraplex_platform.tenancy import service as tenancy
@@ -24,6 +25,7 @@ router = admin_router("/tenants/{tenant_id}/playground", "Playground", route_cla
         }
     },
 )
+@requires("playground.use")
 async def chat(
     tenant_id: TenantUuid, body: PlaygroundRequest, request: Request, context: Context
 ) -> StreamingResponse:

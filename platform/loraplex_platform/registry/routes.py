@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.idempotency import Idempotency
 from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import StreamedRoute, admin_router, in_transaction, run_once
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Adapter, BaseModel, Deployment
@@ -84,6 +85,7 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 
 
 @base_models_router.get("")
+@requires("model.read")
 async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseModelResource]:
     """The base models ever served here, identified by the digests of their files."""
     statement = queries.all_base_models()
@@ -98,6 +100,7 @@ async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseMod
     openapi_extra=_UPLOAD_SCHEMA,
     responses={200: {"model": UploadedAdapter, "description": "This version exists already."}},
 )
+@requires("adapter.write")
 async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Context) -> Response:
     """Upload a LoRA adapter as PEFT saves it; checked, probed, stored as an immutable version.
 
@@ -146,6 +149,7 @@ async def _store(
 
 
 @adapters_router.get("")
+@requires("adapter.read")
 async def list_adapters(
     owner: Owner, page: Paging, session: DbSession
 ) -> ListPage[AdapterResource]:
@@ -157,6 +161,7 @@ async def list_adapters(
 
 
 @adapters_router.get("/{adapter_id}")
+@requires("adapter.read")
 async def get_adapter(
     owner: Owner,
     adapter_id: Annotated[str, Path(description="The adapter's id, `adp_...`.")],
@@ -178,6 +183,7 @@ DeploymentName = Annotated[
 
 
 @deployments_router.put("/{name}")
+@requires("deployment.write")
 async def put_deployment(
     owner: Owner,
     name: DeploymentName,
@@ -206,6 +212,7 @@ async def put_deployment(
 
 
 @deployments_router.get("")
+@requires("deployment.read")
 async def list_deployments(
     owner: Owner, page: Paging, session: DbSession
 ) -> ListPage[DeploymentResource]:
@@ -217,6 +224,7 @@ async def list_deployments(
 
 
 @deployments_router.get("/{name}")
+@requires("deployment.read")
 async def get_deployment(
     owner: Owner, name: DeploymentName, session: DbSession
 ) -> DeploymentResource:
@@ -225,6 +233,7 @@ async def get_deployment(
 
 
 @deployments_router.delete("/{name}", status_code=204)
+@requires("deployment.write")
 async def archive_deployment(
     owner: Owner, name: DeploymentName, request: Request, session: DbSession
 ) -> None:

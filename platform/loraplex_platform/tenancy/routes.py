@@ -9,6 +9,7 @@ from fastapi import Depends, Path, Request
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import ApiKey, Tenant
@@ -53,12 +54,14 @@ Owner = Annotated[Tenant, Depends(_owner)]
 
 
 @router.post("", status_code=201)
+@requires("tenant.create")
 async def create_tenant(body: NewTenant, request: Request, session: DbSession) -> TenantResource:
     """Add a tenant. Its adapters, keys, cache, usage and bill are its own."""
     return show_tenant(await service.create_tenant(session, request.state.actor, body))
 
 
 @router.get("")
+@requires("tenant.read")
 async def list_tenants(page: Paging, session: DbSession) -> ListPage[TenantResource]:
     """Every tenant, newest first."""
     rows, has_more = await fetch(session, queries.all_tenants(), Tenant.id, page, "tenant")
@@ -66,12 +69,14 @@ async def list_tenants(page: Paging, session: DbSession) -> ListPage[TenantResou
 
 
 @router.get("/{tenant_id}")
+@requires("tenant.read")
 async def get_tenant(owner: Owner) -> TenantResource:
     """One tenant."""
     return show_tenant(owner)
 
 
 @router.post("/{tenant_id}/keys", status_code=201)
+@requires("key.write")
 async def create_key(
     owner: Owner, body: NewKey, request: Request, context: Context, session: DbSession
 ) -> KeyWithSecret:
@@ -88,6 +93,7 @@ async def create_key(
 
 
 @router.get("/{tenant_id}/keys")
+@requires("key.read")
 async def list_keys(owner: Owner, page: Paging, session: DbSession) -> ListPage[KeyResource]:
     """The tenant's keys, newest first; revoked ones stay, because bills name them."""
     statement = queries.keys_of(owner.id)
@@ -96,6 +102,7 @@ async def list_keys(owner: Owner, page: Paging, session: DbSession) -> ListPage[
 
 
 @router.delete("/{tenant_id}/keys/{key_id}", status_code=204)
+@requires("key.write")
 async def revoke_key(
     owner: Owner,
     key_id: Annotated[str, Path(description="The key's id, `key_...`.")],

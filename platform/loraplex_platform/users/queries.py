@@ -9,7 +9,7 @@ from sqlalchemy import Select, case, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.db import LoginThrottle, Session, User
+from loraplex_platform.db import LoginThrottle, Membership, Session, Tenant, User
 
 
 def all_users() -> Select[User]:
@@ -63,6 +63,16 @@ async def find_live_session(session: AsyncSession, token_mac: bytes) -> tuple[Se
         )
     ).first()
     return None if row is None else (row[0], row[1])
+
+
+async def roles_of(session: AsyncSession, user_id: UUID) -> dict[UUID, str]:
+    """The user's role in each tenant that is not closed."""
+    statement = (
+        select(Membership.tenant_id, Membership.role)
+        .join(Tenant, Tenant.id == Membership.tenant_id)
+        .where(Membership.user_id == user_id, Tenant.status != "closed")
+    )
+    return {row[0]: row[1] for row in (await session.execute(statement)).all()}
 
 
 async def revoke_session(session: AsyncSession, session_id: UUID) -> None:

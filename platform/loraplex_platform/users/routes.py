@@ -8,6 +8,7 @@ from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.auth import SESSION_COOKIE, CurrentPrincipal, check_origin
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import PublicRoute, admin_router
 from loraplex_platform.control.schemas import ERROR_RESPONSES, ListPage
 from loraplex_platform.db import User
@@ -34,6 +35,7 @@ login_router = APIRouter(
 
 
 @router.post("", status_code=201)
+@requires("user.write")
 async def create_user(
     body: NewUser, request: Request, context: Context, session: DbSession
 ) -> UserResource:
@@ -43,6 +45,7 @@ async def create_user(
 
 
 @router.get("")
+@requires("user.read")
 async def list_users(page: Paging, session: DbSession) -> ListPage[UserResource]:
     """Everyone who may log in, newest first."""
     rows, has_more = await fetch(session, queries.all_users(), User.id, page, "user")
@@ -64,6 +67,7 @@ async def create_session(
 
 
 @sessions_router.get("/current")
+@requires("session.read")
 async def get_session(principal: CurrentPrincipal, session: DbSession) -> SessionResource:
     """Who is logged in. 404 when called with the admin key, which has no session."""
     if principal.user_id is None or principal.expires_at is None:
@@ -73,6 +77,7 @@ async def get_session(principal: CurrentPrincipal, session: DbSession) -> Sessio
 
 
 @sessions_router.delete("/current", status_code=204)
+@requires("session.end")
 async def delete_session(
     principal: CurrentPrincipal, request: Request, response: Response, session: DbSession
 ) -> None:

@@ -69,7 +69,7 @@ class UserResource(Resource):
     object: Literal["user"] = "user"
     id: str
     email: str
-    role: Role
+    role: Role | None = Field(description="On the platform; null: only in tenants, as a member.")
     created_at: UnixSeconds
     disabled_at: UnixSeconds | None = None
 
@@ -87,7 +87,7 @@ def show_user(user: User) -> UserResource:
     return UserResource(
         id=format_id("user", user.id),
         email=user.email,
-        role="admin" if user.platform_role == "admin" else "viewer",
+        role=user.platform_role,  # type: ignore[arg-type]  # checked by the table
         created_at=user.created_at,
         disabled_at=user.disabled_at,
     )

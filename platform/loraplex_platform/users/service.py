@@ -7,11 +7,13 @@ import hmac
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import cast
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.audit.service import Actor, record
+from loraplex_platform.control.permissions import TenantRole
 from loraplex_platform.db import Session, User
 from loraplex_platform.errors import ConflictError, InvalidApiKeyError
 from loraplex_platform.ids import format_id, uuid7
@@ -105,7 +107,7 @@ async def log_in(
         expires_at=datetime.now(UTC) + timedelta(hours=settings.session_hours),
     )
     rehashed = None
-    if passwords.is_outdated(user.password_hash):
+    if user.password_hash is not None and passwords.is_outdated(user.password_hash):
         rehashed = await passwords.hash(password)
     async with sessions() as session:
         await throttle.forgive(session, email, address)
@@ -129,6 +131,11 @@ async def find_session(
     """The live session of a cookie."""
     found = await queries.find_live_session(session, _mac(settings, token))
     return None if found is None else Login(*found)
+
+
+async def memberships_of(session: AsyncSession, user_id: UUID) -> dict[UUID, TenantRole]:
+    """What the user is in which tenant, looked up at each request: a removal holds at the next one."""
+    return cast(dict[UUID, TenantRole], await queries.roles_of(session, user_id))
 
 
 async def log_out(session: AsyncSession, actor: Actor, session_id: UUID) -> None:
