@@ -4,7 +4,7 @@ Bandwidth and GEMM rate are measured (the profile's `measure_machine`), and each
 them as `loraplex bench profile` does: prompts packed into steps of 512 tokens, what an earlier prompt of the
 same tenant and adapter shares computed once, then whole batches decoding together. No engine reaches it:
 it counts no launch, no scheduler, no HTTP. The libraries below torch have the settings that an engine gives
-them. Those keep oneDNN from AMX, not our own product: the GEMM rate is that of the faster.
+them, but for those of torch's bf16 product, which may use AMX here; the GEMM rate is the better of its and ours.
 
     python -m bench.roofline --model-dir DIR --dtype float32 --adapters DIR w.jsonl:16 ...
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
+_ONEDNN_LIMIT: Final = "ONEDNN_MAX_CPU_ISA"
 _SETTINGS: Final = {
     # OpenMP's threads spin at each barrier for about a millisecond, which is ruinous where other processes want
     # the same cores, as in `loraplex up`: with 12 runnable processes on 2 cores, linears ran at 20 a second;
@@ -19,7 +20,7 @@ _SETTINGS: Final = {
     # adapter loads.
     "OPENBLAS_NUM_THREADS": "1",
     # With AMX, oneDNN multiplies few rows in vectors and many in tiles, in another order of additions.
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    _ONEDNN_LIMIT: "AVX512_CORE_BF16",
 }
 
 
@@ -31,6 +32,13 @@ def prepare_numerics(cpu_info: Path = _CPU_INFO) -> None:
         # Intel's MKL cuts fp32 products along k by their number of rows, unless told that a row must not change
         # with it. On CPUs of others that setting takes its slowest kernels, and needs no telling.
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def unlimited_environment() -> dict[str, str] | None:
+    """For a child that asks what the machine can do: nothing keeps its oneDNN from AMX. None: nothing does here."""
+    if _ONEDNN_LIMIT not in os.environ:
+        return None
+    return {name: value for name, value in os.environ.items() if name != _ONEDNN_LIMIT}
 
 
 def _is_intel(cpu_info: Path) -> bool:

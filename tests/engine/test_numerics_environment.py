@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from loraplex_engine.numerics_environment import prepare_numerics
+from loraplex_engine.numerics_environment import prepare_numerics, unlimited_environment
 
 EVERYWHERE = {
     "GOMP_SPINCOUNT": "2000",
@@ -61,3 +61,13 @@ def test_what_an_operator_has_set_stays(tmp_path: Path, monkeypatch: pytest.Monk
     prepare_numerics(cpu_info_of("GenuineIntel", tmp_path))
 
     assert settings() == dict.fromkeys(NAMES, "theirs")
+
+
+def test_a_child_may_be_given_all_that_the_cpu_has(tmp_path: Path) -> None:
+    assert unlimited_environment() is None  # it has
+
+    prepare_numerics(cpu_info_of("GenuineIntel", tmp_path))
+
+    environment = unlimited_environment()
+    assert environment is not None
+    assert os.environ.items() - environment.items() == {("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")}

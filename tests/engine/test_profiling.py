@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import loraplex_engine.profiling.machine as machine_module
 import msgspec
 import pytest
 import torch
 from loraplex_engine.config import EngineConfig
+from loraplex_engine.errors import EngineError
 from loraplex_engine.model.native_layers import NativeLayers
 from loraplex_engine.profiling.clock import PartClock
 from loraplex_engine.profiling.command import main
@@ -282,6 +286,8 @@ def test_our_own_products_count_where_they_are_the_faster(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, ours_s: float
 ) -> None:
     """All that torch does takes a second here."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")  # or a child multiplies
     cache = native_cache_dir(pytestconfig)
     try:
         load_library("linear", cache)
@@ -315,6 +321,41 @@ def test_our_own_products_count_where_they_are_the_faster(
     assert [product.shape[0] for product in products] == [1, 1, 1, 1, 32]
     assert all(torch.equal(y, torch.full_like(y, 1024)) for y in products[:4])
     assert torch.equal(products[4], torch.full_like(products[4], 32))
+
+
+def _measure_bf16() -> machine_module.MachineFigures:
+    return machine_module.measure_machine(
+        torch.bfloat16, read_bytes=1 << 16, gemm_sizes=(16,), seconds=0.001
+    )
+
+
+def test_torch_multiplies_where_nothing_keeps_it_from_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    children: list[tuple[dict[str, str], str]] = []
+    run = subprocess.run
+
+    def spy(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
+        done = run(command, **named)
+        children.append((named["env"], done.stdout))
+        return done
+
+    monkeypatch.setattr(machine_module.subprocess, "run", spy)
+
+    figures = _measure_bf16()
+
+    ((environment, said),) = children
+    assert "ONEDNN_MAX_CPU_ISA" not in environment
+    assert figures.gemm_gflop_s == float(said) / 1e9 > 0
+
+
+def test_a_child_that_cannot_multiply_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    monkeypatch.setattr(machine_module.sys, "executable", shutil.which("false"))
+
+    with pytest.raises(EngineError, match="measuring torch's product in a process of its own"):
+        _measure_bf16()
 
 
 @pytest.mark.parametrize(("free_gib", "read_gib"), [(64, 0.5), (1, 0.25)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,12 +15,16 @@ import torch
 from loraplex_kernels.cpu.build import NativeBuildError
 from loraplex_kernels.cpu.linear import LinearKernel, list_arithmetics
 
+from loraplex_engine.errors import EngineError
+from loraplex_engine.numerics_environment import unlimited_environment
+
 _READ_BYTES = 256 * 1024**2  # or twice the largest cache
 _MAX_READ_SHARE = 4  # one part in so many of the memory that is free now: a cache may be the host's, which many share
 _PART_BYTES = 32 * 1024**2  # of the weights that a product reads, which are made at once
 _GEMM_SIZES = (768, 1536)
 _ROW_INPUTS = 1024  # of the product of one row that reads
 _SECONDS = 1.0  # for each of the two, and routine
+_CHILD_LIMIT_S = 120.0  # of a child that multiplies; most of its time is the import of torch
 
 
 class MachineFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +54,15 @@ def measure_machine(
 ) -> MachineFigures:
     """Read a large buffer, and multiply square matrices of `dtype`, for about `seconds` each and routine.
 
-    The best routine counts, torch's or ours, and its best run: other processes only make one slower.
+    The best routine counts, torch's or ours, and its best run: other processes only make one slower. Where the
+    engine keeps oneDNN from AMX, torch's bf16 product is that of a child with all that the CPU has.
 
     Args:
         kernel_dir: for compiled kernels. None, or no compiler: torch alone is tried.
         read_bytes: None: more than the caches hold, as far as a quarter of the free memory goes.
+
+    Raises:
+        EngineError: the child failed.
     """
     if read_bytes is None:
         free = psutil.virtual_memory().available
@@ -104,13 +114,48 @@ def _products(
     dtype: torch.dtype, kernel: LinearKernel | None, sizes: tuple[int, ...], seconds: float
 ) -> Iterator[float]:
     """FLOP/s of each routine and size."""
+    environment = unlimited_environment() if dtype == torch.bfloat16 else None
+    if environment is not None:
+        yield _unlimited_product(dtype, sizes, seconds, environment)
     for size in sizes:
         a, out = torch.ones(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype)
-        routines: list[Callable[[], object]] = [partial(torch.mm, a, a, out=out)]
+        routines: list[Callable[[], object]] = []
+        if environment is None:
+            routines.append(partial(torch.mm, a, a, out=out))
         if kernel is not None:
             routines.append(partial(kernel.forward, a, kernel.pack(a)))
         for routine in routines:
             yield 2 * size**3 / _best(routine, seconds / len(sizes))
+
+
+def _unlimited_product(
+    dtype: torch.dtype, sizes: tuple[int, ...], seconds: float, environment: dict[str, str]
+) -> float:
+    """FLOP/s of torch's routine at its best size, in a child with that environment."""
+    command = [sys.executable, "-m", __name__, str(dtype).removeprefix("torch."), str(seconds)]
+    command += [str(torch.get_num_threads()), *map(str, sizes)]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_LIMIT_S,
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or ""
+        raise EngineError(
+            f"measuring torch's product in a process of its own: {error} {said[-500:]}"
+        ) from error
+    return float(done.stdout)
+
+
+def _main(dtype: str, seconds: str, num_threads: str, *sizes: str) -> None:
+    """What such a child does."""
+    torch.set_num_threads(int(num_threads))
+    best = max(_products(getattr(torch, dtype), None, tuple(map(int, sizes)), float(seconds)))
+    print(best)  # noqa: T201
 
 
 def _cache_bytes() -> int:
@@ -133,3 +178,7 @@ def _best(run: Callable[[], object], seconds: float) -> float:
             run()
             times.append(time.perf_counter() - started)
     return min(times)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
