@@ -45,6 +45,7 @@ class Authenticated:
 
     Attributes:
         key_version: raised by every change of the key; of two of these the higher one is newer.
+        tenant_version: the same of its tenant, whose status may have changed.
         tenant_version: the same for the tenant itself; its limits have a version of their own.
         scopes: what the key is for, see `require_scope`.
         grants: what it may call; None: all that its tenant may.
