@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import CheckConstraint, Index, String, func, text
+from sqlalchemy import ARRAY, BigInteger, CheckConstraint, Index, String, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loraplex_platform.db.base import Base, BigInt, Pico
@@ -38,6 +38,7 @@ class Request(Base):
     key_id: Mapped[UUID | None]  # null: a probe
     deployment_id: Mapped[UUID | None]
     revision_id: Mapped[UUID | None]
+    adapter_id: Mapped[UUID | None]
     adapter_version_id: Mapped[UUID | None]
     price_book_id: Mapped[UUID]
     kind: Mapped[str] = mapped_column(String(16), server_default="user")
@@ -55,8 +56,12 @@ class Request(Base):
     admitted_at: Mapped[datetime] = mapped_column(server_default=func.now())
     settled_at: Mapped[datetime | None]
     est_prompt_tokens: Mapped[BigInt]
-    est_completion_tokens: Mapped[BigInt]  # effective max_tokens
+    est_completion_tokens: Mapped[BigInt]  # effective max_tokens, of all choices
     est_pico: Mapped[Pico]
+    # The quota windows in which the three estimates are held until the request is closed.
+    windows: Mapped[list[int]] = mapped_column(ARRAY(BigInteger), server_default="{}")
+    asked_completion_tokens: Mapped[BigInt | None]  # before a quota cut them
+    clamped_by: Mapped[UUID | None]  # the limit that did
     checkpoint_tokens: Mapped[BigInt] = mapped_column(server_default=text("0"))
     prompt_tokens: Mapped[BigInt | None]
     cached_tokens: Mapped[BigInt | None]
@@ -85,6 +90,7 @@ class Attempt(Base):
             name="not_negative",
         ),
         CheckConstraint("cached_tokens between 0 and prompt_tokens", name="cached_tokens"),
+        {"postgresql_partition_by": "RANGE (request_id)"},
     )
 
     request_id: Mapped[UUID] = mapped_column(primary_key=True)

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from sqlalchemy import (
     CheckConstraint,
+    Double,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -19,7 +20,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, CIDR
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loraplex_platform.db.base import Base
+from loraplex_platform.db.base import Base, BigInt
 
 
 class Tenant(Base):
@@ -29,6 +30,8 @@ class Tenant(Base):
     __table_args__ = (
         CheckConstraint("status in ('active', 'suspended', 'closed')", name="status"),
         CheckConstraint("slug ~ '^[a-z0-9][a-z0-9-]{0,62}$'", name="slug"),
+        CheckConstraint("priority between -100 and 100", name="priority"),
+        CheckConstraint("weight between 0.001 and 1000", name="weight"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
@@ -39,6 +42,10 @@ class Tenant(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     # Whether whole answers are kept, encrypted, for retries under an Idempotency-Key.
     replays_answers: Mapped[bool] = mapped_column(server_default=text("false"))
+    limits_version: Mapped[BigInt] = mapped_column(server_default=text("1"))  # of all its limits
+    # The engine's: a larger priority is served first, weights share what is left (policies/fair.py).
+    priority: Mapped[int] = mapped_column(server_default=text("0"))
+    weight: Mapped[float] = mapped_column(Double, server_default=text("1"))
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
 
 
