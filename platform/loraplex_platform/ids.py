@@ -13,7 +13,9 @@ from uuid import UUID
 
 PREFIXES: Final = {
     "tenant": "ten",
+    "project": "prj",
     "user": "usr",
+    "invitation": "ivt",
     "api_key": "key",
     "adapter": "adp",
     "adapter_version": "ver",
@@ -23,6 +25,9 @@ PREFIXES: Final = {
     "price_book": "prb",
     "request": "req",
     "session": "ses",
+    "audit_entry": "aud",
+    "webhook": "whk",
+    "webhook_delivery": "dlv",
 }
 
 _HEX_CHARS = 32
