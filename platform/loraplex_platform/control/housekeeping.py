@@ -1,4 +1,4 @@
-"""What the control API itself leaves behind and nobody needs any more: deleted every few minutes.
+"""What both APIs leave behind and nobody needs any more: deleted every few minutes.
 
 Several control processes may do so at once; each statement is harmless to repeat.
 """
@@ -18,6 +18,7 @@ from loraplex_platform.db import IdempotencyRecord, LoginThrottle, Session
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.gateway.crash_log import log_crash
+from loraplex_platform.gateway.idempotency_queries import delete_expired
 from loraplex_platform.users import throttle
 
 log = structlog.get_logger(__name__)
@@ -45,6 +46,7 @@ async def tidy(session: AsyncSession) -> None:
     """Delete expired idempotency records, spent throttle windows and long-ended sessions."""
     now = func.now()
     await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.expires_at <= now))
+    await delete_expired(session)
     spent = LoginThrottle.window_start <= now - throttle.WINDOW
     await session.execute(delete(LoginThrottle).where(spent))
     await session.execute(delete(Session).where(Session.expires_at <= now - KEEP_SESSIONS))

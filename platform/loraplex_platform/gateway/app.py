@@ -24,6 +24,7 @@ from loraplex_platform.gateway import (
 )
 from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.crash_log import log_crash
+from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import BodyLimit, RequestContext
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
@@ -84,6 +85,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
             sessions=database.sessions,
             router=router,
             pumps=PumpSupervisor(renewals.sessions),
+            retries=Retries(database.sessions, settings.salt_key),
             tokenizer=tokenizer,
             metrics=GatewayMetrics(),
         )

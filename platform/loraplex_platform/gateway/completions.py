@@ -7,6 +7,7 @@ engine has produced the first token (at most `header_hold_s`), so that early fai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -38,7 +39,8 @@ from loraplex_platform.gateway.errors import (
     RequestTimeoutError,
     envelope,
 )
-from loraplex_platform.gateway.event_stream import DONE, EventStream, frame
+from loraplex_platform.gateway.event_stream import DONE, HEADERS, EventStream, frame
+from loraplex_platform.gateway.idempotency import MAX_ANSWER_BYTES, Kept, Retries, Retry
 from loraplex_platform.gateway.job import (
     ChoiceEnded,
     ChoicePiece,
@@ -82,7 +84,11 @@ async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
     """Answer a conversation with the model or adapter deployment named in `model`."""
-    body, messages = await _parse(_parse_chat, await _read_body(request))
+    raw = await _read_body(request)
+    retry = await gateway.retries.begin(request, caller, "chat.completions", raw)
+    if isinstance(retry, Response):
+        return retry
+    body, messages = await _parse(_parse_chat, raw)
     structure = await chat_structure(body, gateway.tokenizer.tool_format)
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
@@ -113,6 +119,7 @@ async def create_chat_completion(
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
         tools=tools,
+        retry=retry,
         params=_params(
             body, "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         ),
@@ -130,7 +137,11 @@ async def create_chat_completion(
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
     """Continue a raw prompt, given as text or as token ids."""
-    body = await _parse(parse_completion, await _read_body(request))
+    raw = await _read_body(request)
+    retry = await gateway.retries.begin(request, caller, "completions", raw)
+    if isinstance(retry, Response):
+        return retry
+    body = await _parse(parse_completion, raw)
     structure = await completion_structure(body)
     model = await _find_model(gateway, caller, body.model)
     context_length = _context_length(gateway, model)
@@ -156,6 +167,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         body=body,
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
+        retry=retry,
         params=_params(body, "max_tokens"),
     )
     return await run(
@@ -258,6 +270,7 @@ def _job(
     body: ChatRequest | CompletionRequest,
     prompt_ids: list[int],
     sampling: SamplingParams,
+    retry: Retry | None,
     params: FieldNames,
     tools: ToolPlan | None = None,
 ) -> Job:
@@ -278,6 +291,7 @@ def _job(
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
+        retry=retry,
     )
 
 
@@ -330,6 +344,7 @@ async def run(
         owner=gateway.gateway_id,
         sessions=gateway.sessions,
         router=gateway.router,
+        retries=gateway.retries,
         token_bytes=gateway.tokenizer.token_bytes,
         metrics=gateway.metrics,
     )
@@ -356,8 +371,11 @@ async def run(
         answer = shape(head, gateway.tokenizer.token_bytes)
         headers = {"x-loraplex-revision": revision}
         if job.is_stream:
+            chunks = _chunks(pump, answer, first, request_id_of(request.scope))
+            if job.retry is not None and job.retry.keeps_answer:
+                chunks = _keeping(chunks, gateway.retries, job, job.retry, headers)
             stream = EventStream(
-                _chunks(pump, answer, first, request_id_of(request.scope)),
+                chunks,
                 headers=headers,
                 ping_interval_s=gateway.settings.ping_interval_s,
                 on_end=listener.leave,
@@ -365,6 +383,9 @@ async def run(
             is_streaming = True
             return stream
         body = await _whole(pump, answer, first)
+        if job.retry is not None and job.retry.keeps_answer:
+            kept = Kept("application/json", headers, body)
+            await gateway.retries.keep(job.retry.claim, job.request_id, kept)
         return Response(body, headers=headers, media_type="application/json")
     finally:
         if not is_streaming:
@@ -451,6 +472,27 @@ async def _chunks(
         if frames:
             yield b"".join(frames)
         events = await pump.next_events()
+
+
+async def _keeping(
+    chunks: AsyncGenerator[bytes, None],
+    retries: Retries,
+    job: Job,
+    retry: Retry,
+    headers: dict[str, str],
+) -> AsyncGenerator[bytes, None]:
+    """The same chunks; all of them are kept for a retry before the last one goes out."""
+    parts: list[bytes] = []
+    size = 0
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            size += len(chunk)
+            if size <= MAX_ANSWER_BYTES:
+                parts.append(chunk)
+                if chunk.endswith(DONE):
+                    kept = Kept(HEADERS["content-type"], headers, b"".join(parts))
+                    await retries.keep(retry.claim, job.request_id, kept)
+            yield chunk
 
 
 def _system_fingerprint(model_fingerprint: str, revision: str) -> str:

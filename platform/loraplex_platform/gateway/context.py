@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.errors import InvalidApiKeyError
 from loraplex_platform.gateway.errors import AuthBackendUnavailableError, GatewayDrainingError
+from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
@@ -32,6 +33,7 @@ class Gateway:
     sessions: SessionFactory
     router: Router
     pumps: PumpSupervisor
+    retries: Retries
     tokenizer: BaseTokenizer
     metrics: GatewayMetrics
     is_draining: bool = field(default=False)

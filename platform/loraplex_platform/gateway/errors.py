@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loraplex_platform.errors import (
+    ConflictError,
     EngineUnavailableError,
     InvalidRequestError,
     PlatformError,
     UnavailableError,
 )
+from loraplex_platform.gateway.openai_schemas import UsageReport
 
 
 class MalformedJsonError(InvalidRequestError):
@@ -151,14 +154,43 @@ class AbandonedError(PlatformError):
     code = "client_disconnected"
 
 
+class FirstRequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The request that an Idempotency-Key stands for, ended and billed."""
+
+    id: str  # `req_...`, as its own answer's x-request-id said and the request log says
+    finish_reason: str | None
+    usage: UsageReport
+
+
+class IdempotencyCompletedError(ConflictError):
+    """The first request with this Idempotency-Key has been answered and billed."""
+
+    code = "idempotency_completed"
+
+    def __init__(self, first: FirstRequestReport) -> None:
+        super().__init__(
+            f"The first request with this Idempotency-Key, {first.id}, has ended and was billed:"
+            f" {first.usage.prompt_tokens} prompt and {first.usage.completion_tokens} completion"
+            " tokens. It is not run again; use a new key to ask anew.",
+            param="Idempotency-Key",
+        )
+        self.first_request = first
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The same call can never succeed."""
+        return {"x-should-retry": "false"}
+
+
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` of the envelope; all keys always present."""
+    """`error` of the envelope; OpenAI's keys are always present."""
 
     message: str
     type: str
     param: str | None
     code: str | None
     request_id: str
+    first_request: FirstRequestReport | UnsetType = UNSET  # with `idempotency_completed`
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,5 +207,8 @@ def envelope(error: PlatformError, request_id: str) -> bytes:
         param=error.param,
         code=error.error_code,
         request_id=request_id,
+        first_request=error.first_request
+        if isinstance(error, IdempotencyCompletedError)
+        else UNSET,
     )
     return msgspec.json.encode(ErrorEnvelope(error=body))

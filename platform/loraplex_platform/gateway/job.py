@@ -9,6 +9,7 @@ from uuid import UUID
 from loraplex_engine.protocol import SamplingParams
 
 from loraplex_platform.errors import PlatformError
+from loraplex_platform.gateway.idempotency import Retry
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
 from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.text_stream import TextPiece
@@ -43,6 +44,7 @@ class Job:
     timeout_s: float
     tools: ToolPlan | None = None
     params: FieldNames = FieldNames()
+    retry: Retry | None = None  # came with an Idempotency-Key, which it is to claim
 
     @property
     def num_tokens(self) -> int:

@@ -219,7 +219,10 @@ _REASONS: Final = {
     "404": "No such model for this key.",
     "405": "The URL does not take this method.",
     "408": "The body took too long to arrive.",
+    "409": "The first request with this `Idempotency-Key` is running (try again), or has ended and"
+    " was billed: `first_request` has its id and usage.",
     "413": "The body is too large.",
+    "422": "The `Idempotency-Key` was used with another body.",
     "500": "The engine or the gateway failed; nothing is billed.",
     "503": "No engine is ready, or something else we need is down; `Retry-After` says when to retry.",
     "504": "The request took longer than a request may; nothing is billed.",
@@ -258,11 +261,22 @@ def _route(
         },
     }
     if body is not None:
+        extra["parameters"] = [_IDEMPOTENCY_KEY]
         extra["requestBody"] = {"required": True, "content": {"application/json": body}}
     return {"response_class": Response, "openapi_extra": extra}
 
 
-_COMPLETION_ERRORS = ("400", "404", "408", "413", "504")
+_COMPLETION_ERRORS = ("400", "404", "408", "409", "413", "422", "504")
+_IDEMPOTENCY_KEY: Final = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "Makes a retry safe: within a day no second request with the same key (of this API"
+    " key, at this endpoint) is run once the first has been billed. While the first runs, and after"
+    " it, a 409 says so; after it with the first one's id and usage. A first request that cost"
+    " nothing frees the key.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[ -~]+$"},
+}
 _FRAMES = "Frames `data: {...}`, then `data: [DONE]`; a frame with `error` if it fails midway."
 
 CHAT: Final = _route(
@@ -302,7 +316,9 @@ def document(app: FastAPI) -> dict[str, Any]:
             components["schemas"].pop(name, None)
         for path in schema["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None)
+                invalid = operation["responses"].get("422", {})
+                if invalid.get("description") != _REASONS["422"]:  # FastAPI's own
+                    operation["responses"].pop("422", None)
         components["securitySchemes"] = {
             "key": {
                 "type": "http",

@@ -11,7 +11,7 @@ one of these closes the books:
 | n choices | each by the rows above: the prompt once, the completions of all; done when all are |
 | client gone | billed: prompt and what the engine had generated when it saw the abort |
 | engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
-| refused by the engine, or gone before dispatch | void |
+| refused by the engine, gone before dispatch, or not the first with its Idempotency-Key | void |
 | lease lost (the sweeper took over) | none here: the sweeper settles |
 """
 
@@ -39,6 +39,7 @@ from loraplex_platform.gateway.errors import (
     EngineLostMidwayError,
 )
 from loraplex_platform.gateway.event_queue import EventQueue
+from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.job import (
     ChoiceEnded,
     ChoicePiece,
@@ -71,6 +72,7 @@ class Pump:
     owner: str
     sessions: SessionFactory
     router: Router
+    retries: Retries
     token_bytes: TokenBytes
     metrics: GatewayMetrics
     events: EventQueue[PumpEvent] = field(default_factory=EventQueue)
@@ -139,7 +141,7 @@ class Pump:
                 self.events.put_nowait(Failed(error))
                 return
             try:
-                ending = await self._generate()
+                ending = await self._claim() or await self._generate()
             except Exception as error:  # noqa: BLE001 - the books must close
                 log_crash("pump_crashed", error)
                 self._abort(is_platform_fault=True)
@@ -179,6 +181,15 @@ class Pump:
             ),
         )
         self.lease_token = reserved.lease_token
+
+    async def _claim(self) -> Ending | None:
+        """Have the Idempotency-Key stand for this request; an ending if it cannot."""
+        if self.job.retry is not None:
+            try:
+                await self.retries.claim(self.job.retry.claim, self.job.request_id)
+            except PlatformError as error:
+                return self._void(error)
+        return None
 
     # ------------------------------------------------------------------ generating
 

@@ -38,6 +38,7 @@ from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.context import Gateway
 from loraplex_platform.gateway.job import Job
 from loraplex_platform.gateway.main import listen, make_server
+from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import (
     ARRIVED_S,
@@ -203,6 +204,7 @@ class _Stand:
             sessions=no_database,
             router=cast("Router", _OneReplica(Replica(_record(client.address), client))),
             pumps=PumpSupervisor(no_database),
+            retries=Retries(no_database, settings.salt_key),
             tokenizer=self._tokenizer,
             metrics=GatewayMetrics(),
             pump=_UnbookedPump,
