@@ -1,11 +1,28 @@
 """The schema, as SQLAlchemy 2 typed models. Postgres is the only truth (DESIGN.md 4)."""
 
-from loraplex_platform.db.audit import AuditLog, IdempotencyRecord
+from loraplex_platform.db.audit import (
+    AuditHead,
+    AuditLog,
+    DroppedMonth,
+    IdempotencyRecord,
+    InvariantRun,
+    RetentionSetting,
+)
 from loraplex_platform.db.base import Base
-from loraplex_platform.db.billing import LedgerEntry, PriceBook, PriceItem
+from loraplex_platform.db.billing import (
+    BillingProfile,
+    Invoice,
+    InvoiceLine,
+    InvoiceSeries,
+    LedgerEntry,
+    PriceBook,
+    PriceItem,
+    UsageDaily,
+)
 from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
 from loraplex_platform.db.metering import Attempt, Request
 from loraplex_platform.db.outbox import OutboxMessage
+from loraplex_platform.db.quotas import AlertFired, Limit, QuotaWindow, Refusal
 from loraplex_platform.db.registry import (
     Adapter,
     AdapterVersion,
@@ -26,35 +43,51 @@ from loraplex_platform.db.tenancy import (
     Tenant,
     User,
 )
+from loraplex_platform.db.webhooks import Webhook, WebhookDelivery
 
 __all__ = [
     "Adapter",
     "AdapterVersion",
+    "AlertFired",
     "ApiKey",
     "ApiKeySecret",
     "Attempt",
+    "AuditHead",
     "AuditLog",
     "Base",
     "BaseModel",
+    "BillingProfile",
     "Deployment",
     "DeploymentRevision",
+    "DroppedMonth",
     "EngineUsage",
     "Gateway",
     "IdempotencyRecord",
     "IdempotentRequest",
+    "InvariantRun",
     "Invitation",
+    "Invoice",
+    "InvoiceLine",
+    "InvoiceSeries",
     "JournalCursor",
     "KeyModelGrant",
     "LedgerEntry",
+    "Limit",
     "LoginThrottle",
     "Membership",
     "OutboxMessage",
     "PriceBook",
     "PriceItem",
     "Project",
+    "QuotaWindow",
+    "Refusal",
     "Replica",
     "Request",
+    "RetentionSetting",
     "Session",
     "Tenant",
+    "UsageDaily",
     "User",
+    "Webhook",
+    "WebhookDelivery",
 ]

@@ -148,18 +148,14 @@ _RULES = (
         """
         select l.entry_id as id, 'amount ' || l.amount_pico || ' pico-USD' as detail
         from ledger l
-        left join lateral (
-            select max(micro_usd_per_mtok) filter (where token_class = 'input') as input,
-                max(micro_usd_per_mtok) filter (where token_class = 'cached_input') as cached,
-                max(micro_usd_per_mtok) filter (where token_class = 'output') as output
-            from price_items i where i.price_book_id = l.price_book_id and i.target_kind =
-                case when l.adapter_version_id is null then 'base' else 'adapter' end
-        ) p on true
+        left join lateral loraplex_entry_prices(
+            l.price_book_id, l.adapter_version_id, l.deployment_id) p on true
         where l.kind in ('usage', 'late') and l.entry_id >= :ledger_since
             and l.amount_pico is distinct from (
                 cast(l.prompt_tokens - l.cached_tokens as numeric) * p.input
-                + cast(l.cached_tokens as numeric) * p.cached
-                + cast(l.completion_tokens as numeric) * p.output)
+                + cast(l.cached_tokens as numeric) * p.cached_input
+                + cast(l.completion_tokens as numeric) * p.output
+                + case l.kind when 'usage' then p.request else 0 end)
         """,
         code="I1",
     ),

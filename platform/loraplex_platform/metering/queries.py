@@ -11,7 +11,6 @@ from uuid import UUID
 from sqlalchemy import CursorResult, Row, func, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.billing.prices import target_of
 from loraplex_platform.db import ApiKey, Attempt, LedgerEntry, Request, Tenant
 from loraplex_platform.ids import unix_s_of
 from loraplex_platform.metering.policy import AttemptUsage, Split
@@ -25,17 +24,11 @@ from loraplex_platform.metering.records import (
 # One statement: the price in force, the tenant and the key are looked at and the row is written at
 # the same instant, in one round trip. No row comes back when any of them does not allow it.
 _RESERVE = text("""
-with book as (
-    select id from price_books
-    where status = 'published' and effective_from <= now()
-        and (effective_to is null or effective_to > now())
-    order by effective_from desc, id desc limit 1
-), price as (
-    select book.id as book_id,
-        max(micro_usd_per_mtok) filter (where token_class = 'input') as input,
-        max(micro_usd_per_mtok) filter (where token_class = 'output') as output
-    from book join price_items on price_book_id = book.id and target_kind = :target
-    group by book.id
+with price as (
+    select book_id, input, output, request
+    from loraplex_book_at(now()) as book_id, loraplex_entry_prices(
+        book_id, cast(:adapter_version_id as uuid), cast(:deployment_id as uuid))
+    where input is not null and output is not null
 ), holder as (
     select tenants.id as tenant_id, api_keys.id as key_id
     from tenants left join api_keys
@@ -55,7 +48,7 @@ select :request_id, holder.tenant_id, holder.key_id, cast(:deployment_id as uuid
     now() + make_interval(secs => :lease_s),
     :est_prompt_tokens, :est_completion_tokens,
     cast(:est_prompt_tokens as numeric) * price.input
-        + cast(:est_completion_tokens as numeric) * price.output
+        + cast(:est_completion_tokens as numeric) * price.output + price.request
 from price, holder
 where abs(cast(:made_at_s as double precision) - extract(epoch from now()))
     <= cast(:max_skew_s as double precision)
@@ -99,7 +92,6 @@ returning requests.id
 async def insert_request(session: AsyncSession, reservation: Reservation) -> Row[Any] | None:
     """TX1. None: the key, the tenant, the price or a clock does not allow it, or the row exists."""
     parameters = asdict(reservation) | {
-        "target": target_of(reservation.adapter_version_id),
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
     }

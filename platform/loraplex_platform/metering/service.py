@@ -14,7 +14,7 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.billing.prices import NoPriceError, prices_of, target_of
+from loraplex_platform.billing.prices import NoPriceError, prices_of
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.errors import (
@@ -152,8 +152,13 @@ async def settle_in(session: AsyncSession, settlement: Settlement) -> SettleResu
     request = await queries.close_request(session, settlement, account)
     if request is None:
         return SettleResult(applied=False)
-    prices = await prices_of(session, request.price_book_id)
-    amount_pico = prices.of(target_of(request.adapter_version_id)).cost_pico(
+    prices = await prices_of(
+        session,
+        request.price_book_id,
+        adapter_version_id=request.adapter_version_id,
+        deployment_id=request.deployment_id,
+    )
+    amount_pico = prices.cost_pico(
         prompt_tokens=settlement.usage.prompt_tokens,
         cached_tokens=settlement.usage.cached_tokens,
         completion_tokens=account.charged_tokens,

@@ -52,9 +52,6 @@ async def test_connections_run_as_the_role_with_a_timeout_in_utc(db: Database) -
         "delete from engine_usage",
         "update audit_log set action = 'x'",
         "delete from audit_log",
-        "update price_items set micro_usd_per_mtok = 0",
-        "insert into price_books (id, name, status, effective_from)"
-        " values (gen_random_uuid(), 'free', 'published', now())",
         "update deployment_revisions set params = '{}'",
         "update adapter_versions set digest = ''",
         "delete from requests",

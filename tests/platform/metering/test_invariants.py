@@ -21,9 +21,9 @@ insert into engine_usage (request_id, attempt, replica_id, tenant_id, finish_rea
     cached_tokens, completion_tokens, ended_at)
 values (%s, 1, 'replica-1', %s, 'stop', 10, 0, %s, now())
 """
-_PRICE = """(select micro_usd_per_mtok from price_items i
-    where i.price_book_id = ledger.price_book_id and i.target_kind = 'base'
-        and i.token_class = '{}')"""
+_PRICE = """(select price_pico from price_items i
+    where i.price_book_id = ledger.price_book_id and i.target_kind = 'any_base'
+        and i.price_class = '{}')"""
 _INPUT, _CACHED, _OUTPUT = (_PRICE.format(name) for name in ("input", "cached_input", "output"))
 
 
