@@ -9,6 +9,7 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import AuditLog
+from loraplex_platform.db.audit import NO_TENANT
 from loraplex_platform.ids import uuid7
 
 
@@ -33,12 +34,18 @@ def record(
     *,
     tenant_id: UUID | None = None,
     detail: dict[str, Any] | None = None,
+    before: dict[str, Any] | None = None,
+    after: dict[str, Any] | None = None,
 ) -> None:
     """Add an audit row; it stands or falls with the caller's transaction.
 
+    The database sets its time and links it into the chain of its tenant when the transaction commits.
+
     Args:
         action: "<object kind>.<verb>", for example "api_key.revoke".
-        detail: what changed, from allow-listed fields; never a secret or a prompt.
+        detail: what it was about, from allow-listed fields; never a secret or a prompt.
+        before: of what changed, the fields as they were; None where nothing was there.
+        after: the same fields as they are now; None where nothing is left.
     """
     session.add(
         AuditLog(
@@ -51,5 +58,8 @@ def record(
             object_id=object_id,
             tenant_id=tenant_id,
             detail=detail or {},
+            before=before,
+            after=after,
+            chain=tenant_id or NO_TENANT,
         )
     )

@@ -39,6 +39,7 @@ class EngineUsage(Base):
     """
 
     __tablename__ = "engine_usage"
+    __table_args__ = ({"postgresql_partition_by": "RANGE (request_id)"},)
 
     request_id: Mapped[UUID] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)

@@ -6,6 +6,7 @@ together never race. `check` is what every serving process calls at its start: i
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def include_name(name: str | None, kind: str, parents: object) -> bool:
     del parents
     if kind != "table" or name is None:
         return True
-    return not (name.startswith(("requests_", "ledger_")))
+    return re.fullmatch(r".+_(default|y\d{4}m\d{2})", name) is None
 
 
 def upgrade(settings: DatabaseSettings, revision: str = "head") -> str:

@@ -110,6 +110,11 @@ select
 from both_sides
 """)
 
+# The first id of what retention has left.
+_FIRST_KEPT = text("""
+select loraplex_uuid7_floor((max(month) + interval '1 month') at time zone 'UTC') from dropped_months
+""")
+
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
@@ -249,10 +254,16 @@ _RULES = (
         # The role is what a process sets for itself, and may reset; its login is what it cannot shed.
         """
         select name as id, privilege || ' is granted to loraplex_app' as detail
-        from unnest(array['ledger', 'attempts', 'engine_usage', 'audit_log']) as name,
+        from unnest(array['ledger', 'attempts', 'engine_usage', 'audit_log', 'dropped_months'])
+            as name,
             unnest(array['UPDATE', 'DELETE', 'TRUNCATE']) as privilege
         where to_regrole('loraplex_app') is not null
             and has_table_privilege('loraplex_app', name, privilege)
+        union all
+        select 'audit_heads', privilege || ' is granted to loraplex_app'
+        from unnest(array['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) as privilege
+        where to_regrole('loraplex_app') is not null
+            and has_table_privilege('loraplex_app', 'audit_heads', privilege)
         union all
         select session_user::text, 'serves, and may become the owner of ' || relname || ': '
             || 'see `loraplex migrate --help`'
@@ -266,7 +277,7 @@ _RULES = (
         "The partitions of this month and the next exist, and no row had to go to a default partition",
         """
         select parent || suffix as id, 'is missing' as detail
-        from unnest(array['requests', 'ledger']) as parent,
+        from unnest(array['requests', 'ledger', 'attempts', 'engine_usage']) as parent,
             unnest(array[
                 to_char(now() at time zone 'UTC', '"_y"YYYY"m"MM'),
                 to_char((now() at time zone 'UTC') + interval '1 month', '"_y"YYYY"m"MM')
@@ -277,6 +288,52 @@ _RULES = (
         union all (select 'ledger_default', 'has rows' from ledger
             where tableoid = to_regclass('ledger_default') limit 1)
         """,
+    ),
+    _Rule(
+        "model_ids_are_unambiguous",
+        "Every live model id stands for one revision, of its own deployment and its own tenant",
+        """
+        select 'dep_' || replace(d.id::text, '-', '') as id, d.public_name || case
+                when r.id is null then ': no revision answers'
+                when r.tenant_id is distinct from d.tenant_id then ': its revision is another tenant''s'
+                else ': another live one has this name' end as detail
+        from deployments d
+        left join deployment_revisions r on r.id = d.current_revision_id and r.deployment_id = d.id
+        where d.archived_at is null and (r.id is null or r.tenant_id is distinct from d.tenant_id
+            or exists (select from deployments o where o.id <> d.id and o.archived_at is null
+                and o.public_name = d.public_name and o.tenant_id is not distinct from d.tenant_id))
+        """,
+        code="I9",
+    ),
+    _Rule(
+        "audit_chain_is_unbroken",
+        "Every audit row is linked to the one before it, and the newest to its chain's head",
+        # With `since`, rows before it are taken as read; the ends of all chains are looked at anyway.
+        """
+        select 'aud_' || replace(a.id::text, '-', '') as id, case
+                when a.hash is null then 'was never linked: the chain''s trigger was off'
+                when a.hash is distinct from loraplex_audit_digest(a) then 'was changed'
+                when h.chain is null then 'has no head'
+                when a.seq < h.first_seq then 'should be gone: it is older than what is kept'
+                else 'does not follow the row before it' end as detail
+        from audit_log a
+        left join audit_heads h on h.chain = a.chain
+        left join audit_log p on p.chain = a.chain and p.seq = a.seq - 1
+        where (a.at >= :since_time or a.hash is null) and (
+            a.hash is distinct from loraplex_audit_digest(a) or h.chain is null
+            or a.seq < h.first_seq or a.prev_hash is distinct from
+                case when a.seq = h.first_seq then h.first_prev_hash else p.hash end)
+        union all
+        select 'chain ' || h.chain, 'ends at row ' || coalesce(max(n.seq), 0) || ', its head says '
+            || h.seq || ': rows are missing, or were added past the head'
+        from audit_heads h
+        left join lateral (select seq, hash from audit_log where chain = h.chain
+            order by seq desc nulls last limit 1) n on true
+        where h.seq >= h.first_seq
+        group by h.chain
+        having (max(n.seq), (array_agg(n.hash))[1]) is distinct from (h.seq, h.hash)
+        """,
+        code="I10",
     ),
 )
 
@@ -298,8 +355,7 @@ async def check_invariants(
         extra: more checks, of other sources than the database alone.
     """
     first_id = uuid7_floor(0 if since is None else int(since.timestamp() * 1000))
-    parameters = {
-        "since": first_id,
+    parameters: dict[str, Any] = {
         "ledger_since": first_id,
         "since_time": since or datetime.fromtimestamp(0, UTC),
         "stale_s": lease_grace_s + SWEEP_SLACK_S,
@@ -309,7 +365,9 @@ async def check_invariants(
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
         checked_at = (await session.execute(text("select now()"))).scalar_one()
-        row = (await session.execute(_IDENTITY, {"since": first_id})).one()
+        kept = (await session.execute(_FIRST_KEPT)).scalar_one_or_none()
+        parameters["since"] = first_id if kept is None else max(first_id, kept)
+        row = (await session.execute(_IDENTITY, {"since": parameters["since"]})).one()
         identity = Identity(*(int(value) for value in row))
         checks = [_identity_check(identity)]
         checks += [await _run(session, rule, parameters) for rule in _RULES]

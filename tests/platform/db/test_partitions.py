@@ -44,7 +44,7 @@ def test_the_database_computes_the_same_floor(db_url: str, unix_ms: int) -> None
 
 def test_last_this_and_the_next_months_have_partitions_with_utc_bounds(db_url: str) -> None:
     now = datetime.now(UTC)
-    for parent in ("requests", "ledger"):
+    for parent in ("requests", "ledger", "attempts", "engine_usage"):
         children = _children(db_url, parent)
 
         assert children.pop(f"{parent}_default") == "DEFAULT"
@@ -74,7 +74,11 @@ async def test_the_worker_makes_what_is_missing_and_moves_what_came_early(
             customer = await add_customer(db)
             await service.reserve(db.sessions, reservation(customer, request_id=early))
             await service.settle(db.sessions, settlement(early))
-            assert _tables_of(url, early) == ["ledger_default", "requests_default"]
+            assert _tables_of(url, early) == [
+                "attempts_default",
+                "ledger_default",
+                "requests_default",
+            ]
 
             async with db.transaction() as session:
                 made = await queries.make_partitions(session, 5)
@@ -82,8 +86,12 @@ async def test_the_worker_makes_what_is_missing_and_moves_what_came_early(
                 again = await queries.make_partitions(session, 5)
 
             name = f"y{year}m{month + 1:02}"
-            assert (made, again) == (6, 0)
-            assert _tables_of(url, early) == [f"ledger_{name}", f"requests_{name}"]
+            assert (made, again) == (3 * 4, 0)
+            assert _tables_of(url, early) == [
+                f"attempts_{name}",
+                f"ledger_{name}",
+                f"requests_{name}",
+            ]
             # What was moved is still one request: it cannot be reserved or settled again.
             assert not (await service.settle(db.sessions, settlement(early))).applied
             with pytest.raises(Exception, match="months_ahead"):
@@ -95,7 +103,8 @@ def _tables_of(url: str, request_id: UUID) -> list[str]:
     with psycopg.connect(url) as connection:
         rows = connection.execute(
             "select tableoid::regclass::text from requests where id = %(id)s"
-            " union all select tableoid::regclass::text from ledger where entry_id = %(id)s",
+            " union all select tableoid::regclass::text from ledger where entry_id = %(id)s"
+            " union all select tableoid::regclass::text from attempts where request_id = %(id)s",
             {"id": request_id},
         )
         return sorted(name for (name,) in rows)
