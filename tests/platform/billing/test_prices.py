@@ -129,6 +129,8 @@ async def test_the_most_specific_target_wins_per_class(db: Database, db_url: str
         assert found(base, adapter, None) == (8, 4, 7, 6)
         assert found(base, adapter, deployment) == (8, 4, 7, 9)
         assert found(None, None, deployment) == (1, 1, 2, 9)
-        owner.execute("delete from price_items where target_kind = 'any_base'")
+        owner.execute(
+            "delete from price_items where target_kind = 'any_base' and price_book_id = %s", [book]
+        )
         assert found(base, None, None) == (None, None, 7, 0)
         assert found(None, None, None) == (None, None, None, 0)
