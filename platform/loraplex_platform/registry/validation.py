@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from loraplex_platform.errors import PlatformError
+from loraplex_platform.local import exec_guard
 from loraplex_platform.registry.errors import AdapterRejectedError
 
 log = structlog.get_logger(__name__)
@@ -84,10 +85,10 @@ class Validator:
         """
         async with self._slots:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-m",
-                "loraplex_platform.registry.validate",
+                # Nobody waits for its verdict once we are killed.
+                *(sys.executable, "-I", "-S", exec_guard.__file__),
+                *(str(os.getpid()), str(int(signal.SIGKILL)), "--"),
+                *(sys.executable, "-I", "-m", "loraplex_platform.registry.validate"),
                 f"--folder={folder}",
                 *self._arguments,
                 stdin=DEVNULL,
