@@ -104,6 +104,10 @@ SELECT loraplex_guard_table('api_key_secrets',
 GRANT SELECT (id, key_id, pepper_version, valid_from, valid_until) ON api_key_secrets
     TO loraplex_tenant;
 
+-- A tenant's chain has the tenant's id.
+SELECT loraplex_guard_table('audit_heads', 'chain = ANY ((SELECT loraplex_tenant_ids())::uuid[])');
+GRANT SELECT ON audit_heads TO loraplex_tenant;
+
 -- The base model's deployments are the platform's, and everybody's to call.
 CREATE POLICY platforms_own ON deployments FOR SELECT TO loraplex_tenant USING (tenant_id IS NULL);
 CREATE POLICY platforms_own ON deployment_revisions FOR SELECT TO loraplex_tenant
@@ -114,7 +118,8 @@ GRANT SELECT ON base_models TO loraplex_tenant;
 # What a member's request may write; which role may is the control API's table of permissions.
 WRITES = """
 GRANT UPDATE (name, billing_tz, row_version) ON tenants TO loraplex_tenant;
-GRANT INSERT, UPDATE, DELETE ON memberships, key_model_grants TO loraplex_tenant;
+GRANT INSERT, UPDATE, DELETE ON memberships, key_model_grants, webhooks, webhook_deliveries
+    TO loraplex_tenant;
 GRANT INSERT, UPDATE ON invitations, projects, api_keys, adapters, deployments TO loraplex_tenant;
 GRANT INSERT, UPDATE (valid_until) ON api_key_secrets TO loraplex_tenant;
 GRANT INSERT, UPDATE (status) ON adapter_versions TO loraplex_tenant;
