@@ -12,6 +12,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
+    AdapterVersion,
     BaseModel,
     Deployment,
     DeploymentRevision,
@@ -37,11 +38,13 @@ class ServedModel:
     adapter_digest: str | None
     created_at: datetime
     owner: str  # the tenant's slug, or "loraplex"
+    base_model_id: UUID
+    adapter_id: UUID | None
 
 
 def _visible(
     tenant_id: UUID, base_model: str
-) -> Select[str, str, UUID, UUID, UUID | None, str | None, datetime, str]:
+) -> Select[str, str, UUID, UUID, UUID | None, str | None, datetime, str, UUID, UUID | None]:
     return (
         select(
             Deployment.public_name,
@@ -52,6 +55,8 @@ def _visible(
             DeploymentRevision.adapter_digest,
             Deployment.created_at,
             func.coalesce(Tenant.slug, "loraplex"),
+            BaseModel.id,
+            AdapterVersion.adapter_id,
         )
         .join(
             DeploymentRevision,
@@ -61,6 +66,11 @@ def _visible(
         )
         .join(BaseModel, BaseModel.id == DeploymentRevision.base_model_id)
         .outerjoin(Tenant, Tenant.id == Deployment.tenant_id)
+        .outerjoin(
+            AdapterVersion,
+            (AdapterVersion.id == DeploymentRevision.adapter_version_id)
+            & (AdapterVersion.tenant_id == DeploymentRevision.tenant_id),
+        )
         .where(
             or_(Deployment.tenant_id == tenant_id, Deployment.tenant_id.is_(None)),
             Deployment.archived_at.is_(None),

@@ -331,6 +331,8 @@ def _app(gateway: Gateway) -> RequestContext:
                 adapter_digest=None,
                 created_at=datetime.now(UTC),
                 owner="profile",
+                base_model_id=_NOBODY,
+                adapter_id=None,
             ),
             endpoint="chat.completions",
             is_stream=True,
