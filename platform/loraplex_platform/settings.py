@@ -98,6 +98,12 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     default_max_tokens: int = 1024  # chat without max_tokens: this, or what the context leaves
     # Who may read /metrics: comma-separated networks. A proxied request never may.
     gateway_metrics_networks: str = "127.0.0.0/8,::1/128"
+    # Whose X-Forwarded-For names the client: comma-separated networks, a load balancer's above all.
+    # Nobody's by default: whoever may send it chooses the address that a key's networks allow.
+    gateway_trusted_proxies: str = ""
+    # How long a gateway remembers a key and its limits; what changes is noticed at once through Redis,
+    # and after this long without it. 0: they are read for every request.
+    key_cache_s: float = Field(default=5.0, ge=0, le=5)
     curve_secret_key_file: Path | None = None
 
 

@@ -1,6 +1,7 @@
 """Limits as those who enforce them see them: rates in Redis (`rates/`), quotas in Postgres.
 
-Units: requests and tokens; rates are per minute, concurrency is a number of requests at a time.
+Units: requests and tokens; rates are per minute, concurrency is a number of requests at a time. Money
+is pico-USD.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Literal
 from uuid import UUID
 
 ScopeKind = Literal["platform", "tenant", "project", "key", "adapter", "deployment"]
+QuotaMetric = Literal["requests", "tokens_in", "tokens_out", "tokens_total", "cost"]
+QuotaPeriod = Literal["day", "month", "total", "rolling"]
 RateMetric = Literal["rpm", "tpm_in", "tpm_out", "tpm_total", "concurrency"]
 # What a limit does while Redis cannot be asked: let everything pass, refuse, or let every gateway
 # enforce its share (limit / number of live gateways) from its own memory.
@@ -49,6 +52,11 @@ class RateLimit:
     burst: int
     fail_mode: FailMode = "local"
 
+    @property
+    def capacity(self) -> int:
+        """How much may be taken at once."""
+        return self.value if self.metric == "concurrency" else self.burst
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveLimits:
@@ -56,3 +64,53 @@ class EffectiveLimits:
 
     version: int
     rates: tuple[RateLimit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WindowState:
+    """A quota window right after a transaction: absolute values, and the version of its row.
+
+    Attributes:
+        tenant_id: None: it counts everybody's requests.
+        window_s: the length of a rolling period, whose windows are its 24ths; else 0.
+        period_start_s, period_end_s: Unix time; an end of None never comes.
+        committed, held: used, and reserved by requests in flight, in the metric's unit.
+    """
+
+    window_id: int
+    tenant_id: UUID | None
+    scope_kind: ScopeKind
+    scope_id: UUID
+    metric: QuotaMetric
+    period: QuotaPeriod
+    window_s: int
+    period_start_s: float
+    period_end_s: float | None
+    committed: int
+    held: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocking:
+    """The quota that refuses a request, and why.
+
+    Attributes:
+        asked: the least that this request needs of it.
+        resets_at_s: Unix time; of a rolling period when the first of it falls out; None: never.
+        zone: in which the period is counted.
+    """
+
+    limit_id: UUID
+    scope_kind: ScopeKind
+    scope_id: UUID
+    is_shared: bool
+    metric: QuotaMetric
+    period: QuotaPeriod
+    window_s: int
+    value: int
+    committed: int
+    held: int
+    asked: int
+    resets_at_s: float | None
+    zone: str

@@ -1,0 +1,255 @@
+"""What a request asks for, what it was granted, and how that is told to its client."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.quotas.records import EffectiveLimits, RateLimit, RateMetric
+from loraplex_platform.rates import keys
+
+_MAX_RETRY_S = 60.0  # official clients do not wait longer, and would not be told the truth
+_SCOPE_NAMES = {
+    "platform": "this platform",
+    "tenant": "this tenant",
+    "project": "this project",
+    "key": "this API key",
+    "adapter": "this adapter",
+    "deployment": "this model",
+}
+_METRIC_NAMES: dict[RateMetric, str] = {
+    "rpm": "requests per minute",
+    "tpm_in": "prompt tokens per minute",
+    "tpm_out": "completion tokens per minute",
+    "tpm_total": "tokens per minute",
+    "concurrency": "requests at a time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUse:
+    """What a request used in the end: prompt tokens (cached ones too) and completion tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A request that wants to be admitted.
+
+    Attributes:
+        key_version, tenant_version: as they were when the caller was looked up, see `Authenticated`.
+        max_completion_tokens: the most that all its choices may generate.
+    """
+
+    request_id: UUID
+    tenant_id: UUID
+    key_id: UUID
+    key_version: int
+    tenant_version: int
+    limits: EffectiveLimits
+    prompt_tokens: int
+    max_completion_tokens: int
+
+    def amount(self, metric: RateMetric) -> int:
+        """What admission takes: one request, one place, or as many tokens as it might use."""
+        most = TokenUse(self.prompt_tokens, self.max_completion_tokens)
+        return 1 if metric in ("rpm", "concurrency") else _tokens(metric, most)
+
+    def refund(self, metric: RateMetric, used: TokenUse | None) -> int:
+        """What goes back in the end. `used` None: it was not run, so all of it."""
+        if used is None:
+            return self.amount(metric)
+        if metric in ("rpm", "concurrency"):
+            return 0
+        return self.amount(metric) - _tokens(metric, used)
+
+    def shares(self) -> Iterator[Share]:
+        """Its limits by whose they are: the tenant's own first, then those shared with others."""
+        own = tuple(limit for limit in self.limits.rates if limit.owner_tenant_id is not None)
+        shared = tuple(limit for limit in self.limits.rates if limit.owner_tenant_id is None)
+        yield Share(self.tenant_id, own)
+        if shared:
+            yield Share(None, shared)
+
+
+def _tokens(metric: RateMetric, use: TokenUse) -> int:
+    counted = 0
+    if metric in ("tpm_in", "tpm_total"):
+        counted += use.prompt_tokens
+    if metric in ("tpm_out", "tpm_total"):
+        counted += use.completion_tokens
+    return counted
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The limits that one script looks at. `owner` None: limits that tenants share."""
+
+    owner: UUID | None
+    limits: tuple[RateLimit, ...]
+
+    @property
+    def tag(self) -> str:
+        """The hash tag of its keys."""
+        return keys.tag_of(self.owner)
+
+    @property
+    def keys(self) -> list[str]:
+        """One for each limit."""
+        return [keys.limit(self.tag, limit) for limit in self.limits]
+
+    @property
+    def place_keys(self) -> list[str]:
+        """Those in which an admitted request holds a place."""
+        return [keys.limit(self.tag, x) for x in self.limits if x.metric == "concurrency"]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitView:
+    """A limit as the script saw it.
+
+    Attributes:
+        remaining: after this request, if it was admitted.
+        reset_us: until nothing of it is used.
+        wait_us: until the request fits: 0 now, -1 never.
+    """
+
+    limit: RateLimit
+    remaining: int
+    reset_us: int
+    wait_us: int = 0
+
+    @property
+    def fraction_left(self) -> float:
+        """Of what the limit allows at once."""
+        return self.remaining / self.limit.capacity if self.limit.capacity else 0.0
+
+
+@dataclass(slots=True)
+class Admission:
+    """An admitted request; hand it back to `RateLimiter.release` when the request is over.
+
+    Attributes:
+        shares: what has, or may have, been taken in Redis.
+        is_degraded: whether it was decided without Redis.
+    """
+
+    claim: Claim
+    shares: list[Share] = field(default_factory=list)
+    views: list[LimitView] = field(default_factory=list)
+    is_degraded: bool = False
+    is_released: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For its answer."""
+        return rate_headers(self.views, is_degraded=self.is_degraded)
+
+
+def rate_headers(views: Iterable[LimitView], *, is_degraded: bool = False) -> dict[str, str]:
+    """`x-ratelimit-*`: of several limits the tightest one, by what is left of it."""
+    headers = {}
+    for kind in ("requests", "tokens"):
+        of_kind = [view for view in views if _kind(view.limit.metric) == kind]
+        if of_kind:
+            tightest = min(of_kind, key=lambda view: (view.fraction_left, view.remaining))
+            headers[f"x-ratelimit-limit-{kind}"] = str(tightest.limit.value)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(tightest.remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = go_duration(max(0, tightest.reset_us))
+    if is_degraded:
+        headers["x-loraplex-rate-limits"] = "degraded"
+    return headers
+
+
+def _kind(metric: RateMetric) -> str | None:
+    if metric == "concurrency":
+        return None
+    return "requests" if metric == "rpm" else "tokens"
+
+
+def go_duration(microseconds: int) -> str:
+    """As Go prints durations and OpenAI shows resets: `120ms`, `1.5s`, `6m0s`; rounded up to 1 ms."""
+    total_ms = math.ceil(microseconds / 1000)
+    if total_ms < 1000:
+        return f"{total_ms}ms" if total_ms else "0s"
+    minutes, ms = divmod(total_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
+
+
+class RateLimitedError(PlatformError):
+    """A rate or concurrency limit does not allow the request now; nothing was taken for it."""
+
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
+
+    def __init__(
+        self, claim: Claim, views: Sequence[LimitView], *, is_degraded: bool = False
+    ) -> None:
+        blocking = [view for view in views if view.wait_us]
+        never = [view for view in blocking if view.wait_us < 0]
+        # The one that takes longest: any other would only lead to a second refusal.
+        self.view = never[0] if never else max(blocking, key=lambda view: view.wait_us)
+        self._views = views
+        self._is_degraded = is_degraded
+        wait_s = self.view.wait_us / 1e6
+        may_retry = 0 <= wait_s <= _MAX_RETRY_S
+        super().__init__(_explain(claim, self.view), retry_after_s=wait_s if may_retry else None)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come back, or that it cannot help; and the limits as they are."""
+        shown = rate_headers(self._views, is_degraded=self._is_degraded)
+        if self.retry_after_s is None:
+            return shown | {"x-should-retry": "false"}
+        # Spread, so that all who were refused together do not come back together.
+        wait_s = self.retry_after_s * random.uniform(1.0, 1.2)  # noqa: S311 # not a secret
+        return shown | {
+            "Retry-After": str(max(1, math.ceil(wait_s))),
+            "retry-after-ms": str(max(1, math.ceil(wait_s * 1000))),
+        }
+
+
+def _explain(claim: Claim, view: LimitView) -> str:
+    limit = view.limit
+    what, whose = _METRIC_NAMES[limit.metric], _SCOPE_NAMES[limit.scope_kind]
+    needed = claim.amount(limit.metric)
+    if limit.metric == "concurrency":
+        if limit.value < needed:
+            return f"The limit of {whose} on {what} is {limit.value}: it is closed for now."
+        used = limit.value - view.remaining
+        return (
+            f"Rate limit reached: {whose} may have {limit.value} {what}, and {used} are running."
+            " Try again when one has ended."
+        )
+    allowed = f"{limit.value} {what}" + (
+        f" (at most {limit.burst} at once)" if limit.burst != limit.value else ""
+    )
+    if view.wait_us < 0:
+        if limit.value <= 0:
+            return f"The limit of {whose} on {what} is {limit.value}: it is closed for now."
+        remedy = " Ask for fewer with max_tokens, or send less." if limit.metric != "rpm" else ""
+        return (
+            f"This request needs {needed}, more than the limit of {whose} ever allows: {allowed}."
+            f"{remedy}"
+        )
+    used = limit.burst - view.remaining
+    return (
+        f"Rate limit reached: {whose} may use {allowed}; {used} are used and this request needs"
+        f" {needed}. It fits again in {go_duration(view.wait_us)}; all is reset in"
+        f" {go_duration(view.reset_us)}."
+    )
+
+
+class RatesUnavailableError(UnavailableError):
+    """A limit that must not be guessed at cannot be checked, since Redis does not answer."""
+
+    code = "rate_limits_unavailable"

@@ -1,0 +1,176 @@
+"""Calls to Redis that end in time, whatever Redis does.
+
+Each call has a deadline, its connection included; a breaker stops calling what does not answer. The
+epoch is the id of the server's own run, read on every new connection: a Redis that was restarted,
+emptied or restored from an old copy is told apart from the one that we filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis import asyncio as redis_asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from loraplex_platform.rates.breaker import Breaker
+from loraplex_platform.rates.scripts import Script
+
+log = structlog.get_logger(__name__)
+
+DEADLINE_S = 0.1
+_MAX_CONNECTIONS = 32
+
+Argument = str | bytes | int | float
+
+
+class RedisAwayError(Exception):
+    """Redis did not answer in time, is not there, or refuses what we ask. Nothing may depend on it."""
+
+
+class RedisMetrics:
+    """How the calls go."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.calls = Counter(
+            "loraplex:redis_calls",
+            "Calls to Redis by script and outcome: ok, late, failed, held_back.",
+            ["script", "outcome"],
+            registry=registry,
+        )
+        self.is_away = Gauge(
+            "loraplex:redis_away",
+            "1 while Redis does not answer and is asked only now and then.",
+            registry=registry,
+        )
+
+
+class DeadlineRedis:
+    """See the module's header. `aclose` it in the end.
+
+    Args:
+        url: of a single server; the scripts' keys would also suit a cluster, this client does not.
+        deadline_s: for each call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        metrics: RedisMetrics,
+        *,
+        deadline_s: float = DEADLINE_S,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._metrics = metrics
+        self._breaker = breaker or Breaker()
+        self._epoch = ""
+        pool = redis_asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=None,  # the call's own deadline ends the wait for a connection
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(
+                NoBackoff(), 0
+            ),  # a second try is ours to make, with what is left of the time
+            redis_connect_func=self._on_connect,
+        )
+        self._redis = redis_asyncio.Redis.from_pool(pool)
+
+    @property
+    def epoch(self) -> str:
+        """The run of the server that we are connected to; empty before the first call."""
+        return self._epoch
+
+    @property
+    def is_away(self) -> bool:
+        """Whether calls are held back at present."""
+        return self._breaker.is_open
+
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:  # noqa: ANN401 # a reply of Redis
+        """The script's reply.
+
+        Raises:
+            RedisAwayError: there is none in time. Whether the script ran is unknown.
+        """
+        return await self._bounded(script.name, self._evaluate(script, keys, arguments))
+
+    async def command(self, *words: Argument) -> Any:  # noqa: ANN401 # a reply of Redis
+        """A plain command's reply, under the same deadline.
+
+        Raises:
+            RedisAwayError: there is none in time.
+        """
+        return await self._bounded(str(words[0]).lower(), self._redis.execute_command(*words))
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    # ------------------------------------------------------------------ insides
+
+    async def _bounded(self, name: str, call: Any) -> Any:  # noqa: ANN401 # see run
+        calls = self._metrics.calls
+        if not self._breaker.allows():
+            call.close()
+            calls.labels(name, "held_back").inc()
+            raise RedisAwayError("Redis did not answer lately.")
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                reply = await call
+        except (RedisError, OSError, TimeoutError) as error:
+            calls.labels(name, "late" if isinstance(error, TimeoutError) else "failed").inc()
+            self._note_failure(error)
+            raise RedisAwayError(f"Redis did not answer ({type(error).__name__}).") from error
+        calls.labels(name, "ok").inc()
+        if self._breaker.is_open:
+            log.info("redis_back")
+            self._metrics.is_away.set(0)
+        self._breaker.note_success()
+        return reply
+
+    def _note_failure(self, error: Exception) -> None:
+        was_open = self._breaker.is_open
+        self._breaker.note_failure()
+        if self._breaker.is_open and not was_open:
+            log.warning("redis_away", reason=type(error).__name__)
+            self._metrics.is_away.set(1)
+
+    async def _evaluate(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:  # noqa: ANN401 # see run
+        try:
+            return await self._once_more("EVALSHA", script.sha, keys, arguments)
+        except NoScriptError:
+            return await self._once_more("EVAL", script.text, keys, arguments)
+
+    async def _once_more(
+        self, command: str, script: str, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:  # noqa: ANN401 # see run
+        """Scripts are harmless to repeat, and a connection may have been dead before we used it."""
+        try:
+            return await self._redis.execute_command(command, script, len(keys), *keys, *arguments)
+        except (redis_asyncio.ConnectionError, OSError):
+            return await self._redis.execute_command(command, script, len(keys), *keys, *arguments)
+
+    async def _on_connect(self, connection: AbstractConnection) -> None:
+        await connection.on_connect()
+        await connection.send_command("INFO", "server")
+        info = await connection.read_response()
+        self._epoch = _run_id(info)
+
+
+def _run_id(info: Any) -> str:  # noqa: ANN401 # a reply of Redis
+    text = info.decode() if isinstance(info, bytes) else str(info)
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == "run_id":
+            return value.strip()
+    raise redis_asyncio.ConnectionError("Redis does not say which run it is.")

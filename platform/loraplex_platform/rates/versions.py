@@ -1,0 +1,41 @@
+"""Tells all gateways, by way of Redis, that what they remember of a key or a tenant is old.
+
+The database leaves a message for each such change (migration 0006). The control API delivers it right
+after its commit, the worker whatever is left over. A version is kept for longer than any gateway
+remembers anything, so losing it costs at most those few seconds.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from loraplex_platform.errors import UnavailableError
+from loraplex_platform.outbox.queries import Message
+from loraplex_platform.outbox.relay import Topic
+from loraplex_platform.rates import keys, scripts
+from loraplex_platform.rates.redis_client import Argument, DeadlineRedis, RedisAwayError
+
+TOPIC = "version"
+KEPT_S = 3600.0
+
+
+def version_topic(redis: DeadlineRedis) -> Topic:
+    """For the relay. Without Redis a version is tried for a quarter of an hour: nobody needs it then."""
+
+    async def publish(message: Message) -> None:
+        tenant_id = UUID(message.payload["tenant_id"])
+        fields: list[Argument] = []
+        if "key_id" in message.payload:
+            fields += (UUID(message.payload["key_id"]).hex, int(message.payload["version"]))
+        else:
+            fields += ("t", int(message.payload["version"]))
+            fields += ("l", int(message.payload["limits_version"]))
+        names = [keys.versions(keys.tag_of(tenant_id))]
+        try:
+            await redis.run(scripts.NEWEST, names, [round(KEPT_S * 1000), *fields])
+        except RedisAwayError as error:
+            raise UnavailableError(str(error)) from error
+
+    return Topic(
+        name=TOPIC, handle=publish, interval_s=0.5, claim_s=10.0, max_tries=20, max_wait_s=60.0
+    )
