@@ -169,8 +169,22 @@ ALTER TABLE ledger
         when 'reversal' then account in ('credit', 'adjust')
         else account in ('revenue', 'absorbed') end);
 -- The few rows that are no usage, for balances and invoices.
-CREATE INDEX ix_ledger_adjustments ON ledger (tenant_id, occurred_at)
+CREATE INDEX ix_ledger_adjustments ON ledger (tenant_id, entry_id)
     WHERE kind in ('credit', 'debit', 'reversal');
+
+-- What has been reversed, and by which row. The key is what makes it once; it cannot be the ledger's,
+-- whose own has the time of the new row in it.
+CREATE TABLE ledger_reversals (
+    entry_id UUID NOT NULL,
+    kind VARCHAR(16) NOT NULL,
+    seq SMALLINT NOT NULL,
+    tenant_id UUID NOT NULL,
+    reversal_id UUID NOT NULL,
+    CONSTRAINT pk_ledger_reversals PRIMARY KEY (entry_id, kind, seq),
+    CONSTRAINT uq_ledger_reversals_reversal_id UNIQUE (reversal_id),
+    CONSTRAINT ck_ledger_reversals_kind CHECK (kind in ('usage', 'credit', 'debit'))
+);
+GRANT SELECT, INSERT ON ledger_reversals TO loraplex_app;
 """
 
 ROLLUPS = """
@@ -265,6 +279,21 @@ BEGIN
 END
 $$;
 
+-- A tenant in another time zone has other days: all of them are made again.
+CREATE FUNCTION loraplex_rezone_usage() RETURNS trigger LANGUAGE plpgsql
+    -- Also when a member of the tenant changes it, who may not write marks.
+    SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp AS $$
+BEGIN
+    INSERT INTO rollup_dirty (tenant_id, day)
+    SELECT DISTINCT NEW.id, u.day + shift
+    FROM usage_daily u, generate_series(-1, 1) AS shift WHERE u.tenant_id = NEW.id;
+    RETURN NULL;
+END
+$$;
+CREATE TRIGGER tr_tenants_rezone_usage AFTER UPDATE OF billing_tz ON tenants
+    FOR EACH ROW WHEN (OLD.billing_tz IS DISTINCT FROM NEW.billing_tz)
+    EXECUTE FUNCTION loraplex_rezone_usage();
+
 GRANT SELECT, INSERT, DELETE ON usage_daily, rollup_dirty TO loraplex_app;
 """
 
@@ -324,6 +353,7 @@ CREATE TABLE invoices (
     CONSTRAINT pk_invoices PRIMARY KEY (id),
     CONSTRAINT uq_invoices_number UNIQUE (number),
     CONSTRAINT uq_invoices_corrects_id UNIQUE (corrects_id),
+    CONSTRAINT uq_invoices_tenant_id_id UNIQUE (tenant_id, id),
     CONSTRAINT fk_invoices_tenant_id_tenants FOREIGN KEY(tenant_id) REFERENCES tenants (id),
     CONSTRAINT fk_invoices_corrects_id_invoices FOREIGN KEY(corrects_id) REFERENCES invoices (id),
     CONSTRAINT ck_invoices_kind CHECK (kind in ('invoice', 'credit_note')),
@@ -338,10 +368,10 @@ CREATE TABLE invoices (
 );
 CREATE UNIQUE INDEX uq_invoices_tenant_id_period ON invoices (tenant_id, period_start)
     WHERE kind = 'invoice' and status <> 'void';
-CREATE INDEX ix_invoices_tenant_id_id ON invoices (tenant_id, id);
 
 CREATE TABLE invoice_lines (
     invoice_id UUID NOT NULL,
+    tenant_id UUID NOT NULL,
     line_no INTEGER NOT NULL,
     section VARCHAR(16) NOT NULL,
     description VARCHAR(400) NOT NULL,
@@ -358,7 +388,8 @@ CREATE TABLE invoice_lines (
     entry_kind VARCHAR(16),
     entry_seq SMALLINT,
     CONSTRAINT pk_invoice_lines PRIMARY KEY (invoice_id, line_no),
-    CONSTRAINT fk_invoice_lines_invoice_id_invoices FOREIGN KEY(invoice_id) REFERENCES invoices (id),
+    CONSTRAINT fk_invoice_lines_tenant_id_invoice_id_invoices
+        FOREIGN KEY(tenant_id, invoice_id) REFERENCES invoices (tenant_id, id),
     CONSTRAINT ck_invoice_lines_section CHECK (section in ('usage', 'earlier', 'adjustment')),
     CONSTRAINT ck_invoice_lines_amount CHECK (amount_pico = quantity * unit_price_pico)
 );
@@ -408,10 +439,13 @@ DROP = """
 DROP TABLE invoice_lines, invoices, invoice_series, billing_profiles;
 DROP FUNCTION loraplex_guard_invoice_line();
 DROP FUNCTION loraplex_guard_invoice();
+DROP TRIGGER tr_tenants_rezone_usage ON tenants;
+DROP FUNCTION loraplex_rezone_usage();
 DROP FUNCTION loraplex_roll_up(uuid, date);
 DROP FUNCTION loraplex_usage_of(uuid, date);
 DROP TABLE rollup_dirty, usage_daily;
 
+DROP TABLE ledger_reversals;
 DROP INDEX ix_ledger_adjustments;
 DELETE FROM ledger WHERE price_book_id is null;
 ALTER TABLE ledger

@@ -23,6 +23,8 @@ PREFIXES: Final = {
     "deployment_revision": "rev",
     "base_model": "bas",
     "price_book": "prb",
+    "adjustment": "adj",
+    "invoice": "inv",
     "request": "req",
     "session": "ses",
     "audit_entry": "aud",

@@ -16,10 +16,12 @@ from sqlalchemy import (
     Column,
     Date,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     SmallInteger,
     String,
     Table,
+    UniqueConstraint,
     Uuid,
     func,
     text,
@@ -93,8 +95,7 @@ class LedgerEntry(Base):
 
     The runtime role may INSERT and SELECT only; corrections are new rows. `account` is `revenue`
     (the tenant pays), `absorbed` (the platform does: faults, probes), `credit` (amounts below zero)
-    or `adjust` (debits, and reversals of what is not a credit). A reversal has the entry_id of what it
-    reverses, and its seq, so that nothing is reversed twice. A usage row costs its tokens and one
+    or `adjust` (debits, and reversals of what is not a credit). A usage row costs its tokens and one
     request; a late row only its tokens.
     """
 
@@ -116,7 +117,7 @@ class LedgerEntry(Base):
         Index(
             "ix_ledger_adjustments",
             "tenant_id",
-            "occurred_at",
+            "entry_id",
             postgresql_where=text("kind in ('credit', 'debit', 'reversal')"),
         ),
         {"postgresql_partition_by": "RANGE (entry_id)"},
@@ -138,6 +139,19 @@ class LedgerEntry(Base):
     amount_pico: Mapped[Pico]
     description: Mapped[str | None] = mapped_column(String(400))  # why: credits, debits, reversals
     occurred_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class LedgerReversal(Base):
+    """What has been reversed, at most once: the row of the ledger, and the row that reverses it."""
+
+    __tablename__ = "ledger_reversals"
+    __table_args__ = (CheckConstraint("kind in ('usage', 'credit', 'debit')", name="kind"),)
+
+    entry_id: Mapped[UUID] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    seq: Mapped[int] = mapped_column(SmallInteger, primary_key=True)
+    tenant_id: Mapped[UUID]
+    reversal_id: Mapped[UUID] = mapped_column(unique=True)
 
 
 class UsageDaily(Base):
@@ -239,7 +253,7 @@ class Invoice(Base):
             unique=True,
             postgresql_where=text("kind = 'invoice' and status <> 'void'"),
         ),
-        Index("ix_invoices_tenant_id_id", "tenant_id", "id"),
+        UniqueConstraint("tenant_id", "id"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
@@ -274,6 +288,11 @@ class InvoiceLine(Base):
 
     __tablename__ = "invoice_lines"
     __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "invoice_id"],
+            ["invoices.tenant_id", "invoices.id"],
+            name="fk_invoice_lines_tenant_id_invoice_id_invoices",
+        ),
         CheckConstraint("section in ('usage', 'earlier', 'adjustment')", name="section"),
         CheckConstraint("amount_pico = quantity * unit_price_pico", name="amount"),
         Index(
@@ -283,7 +302,8 @@ class InvoiceLine(Base):
         ),
     )
 
-    invoice_id: Mapped[UUID] = mapped_column(ForeignKey("invoices.id"), primary_key=True)
+    invoice_id: Mapped[UUID] = mapped_column(primary_key=True)
+    tenant_id: Mapped[UUID]
     line_no: Mapped[int] = mapped_column(primary_key=True)
     section: Mapped[str] = mapped_column(String(16))  # earlier: usage that came late
     description: Mapped[str] = mapped_column(String(400))
