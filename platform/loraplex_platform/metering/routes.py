@@ -21,6 +21,7 @@ from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, parse_id
 from loraplex_platform.metering import request_log
 from loraplex_platform.metering.csv_export import to_csv
+from loraplex_platform.metering.invariant_runs import find_last, report_of
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.schemas import (
     GROUP_COLUMNS,
@@ -175,6 +176,24 @@ async def list_requests(
 
 @router.get("/invariants")
 @requires("invariant.read")
-async def get_invariants(context: Context) -> InvariantsResource:
-    """Check the books now: generated = billed + absorbed + discarded, and all that follows."""
-    return show_invariants(await check_invariants(context.sessions))
+async def get_invariants(
+    context: Context,
+    session: DbSession,
+    run: Annotated[
+        Literal["now", "last"],
+        Query(
+            description="now: check all of the books, which takes its time where they are long. "
+            "last: what was found when they were last checked."
+        ),
+    ] = "now",
+) -> InvariantsResource:
+    """Do the books add up: generated = billed + absorbed + discarded, and all that follows.
+
+    `last_run` says when they were last checked on their own, and by whom.
+    """
+    last = await find_last(session)
+    if run == "now":
+        return show_invariants(await check_invariants(context.sessions), last)
+    if last is None:
+        raise NotFoundError("No check was kept yet; the worker makes one every hour.")
+    return show_invariants(report_of(last), last)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_ser
 
 from loraplex_platform.billing.money import format_usd
 from loraplex_platform.control.schemas import Resource, UnixSeconds
-from loraplex_platform.db import Request
+from loraplex_platform.db import InvariantRun, Request
 from loraplex_platform.ids import format_id
 from loraplex_platform.metering.invariants import InvariantReport
 from loraplex_platform.metering.usage import GroupBy, UsageRow
@@ -92,11 +92,25 @@ class IdentityResource(Schema):
 class InvariantCheck(Schema):
     """One statement about the books."""
 
+    code: str = Field(description="I1 to I10 as the documentation numbers them, or nothing.")
     name: str
     title: str
     ok: bool
     detail: str
     offenders: list[str] = Field(description="Ids that break it, a few at most.")
+
+
+class LastInvariantRun(Schema):
+    """The newest check that was kept; the worker makes one every hour."""
+
+    ok: bool
+    checked_at: UnixSeconds
+    checked_by: str = Field(description="worker, reconcile, or a user's id.")
+    since: UnixSeconds | None = Field(
+        description="Of requests before it only the ends were looked at."
+    )
+    took_ms: int
+    broken: list[str] = Field(description="Names of the checks that did not hold.")
 
 
 class InvariantsResource(Schema):
@@ -107,6 +121,7 @@ class InvariantsResource(Schema):
     checked_at: UnixSeconds
     identity: IdentityResource
     checks: list[InvariantCheck]
+    last_run: LastInvariantRun | None = None
 
 
 class RequestResource(Resource):
@@ -165,8 +180,8 @@ def usage_fields(row: UsageRow, group_by: tuple[GroupBy, ...]) -> dict[str, Any]
     }
 
 
-def show_invariants(report: InvariantReport) -> InvariantsResource:
-    """The report as the API shows it."""
+def show_invariants(report: InvariantReport, last: InvariantRun | None) -> InvariantsResource:
+    """The report as the API shows it, beside the newest one that was kept."""
     identity = report.identity
     return InvariantsResource(
         ok=report.ok,
@@ -183,6 +198,7 @@ def show_invariants(report: InvariantReport) -> InvariantsResource:
         ),
         checks=[
             InvariantCheck(
+                code=check.code,
                 name=check.name,
                 title=check.title,
                 ok=check.ok,
@@ -191,6 +207,18 @@ def show_invariants(report: InvariantReport) -> InvariantsResource:
             )
             for check in report.checks
         ],
+        last_run=None if last is None else _show_run(last),
+    )
+
+
+def _show_run(run: InvariantRun) -> LastInvariantRun:
+    return LastInvariantRun(
+        ok=run.is_ok,
+        checked_at=run.checked_at,
+        checked_by=run.checked_by,
+        since=run.since,
+        took_ms=run.took_ms,
+        broken=[check["name"] for check in run.report["checks"] if not check["ok"]],
     )
 
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
-from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.metering.invariant_runs import check_and_keep
 from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.worker import queries
@@ -174,8 +174,9 @@ def _loops(
             log.info("partitions_made", count=made)
 
     async def check() -> None:
-        report = await check_invariants(
+        report = await check_and_keep(
             sessions,
+            "worker",
             since=datetime.now(UTC) - INVARIANT_WINDOW,
             lease_grace_s=settings.lease_grace_s,
         )
