@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from uuid import UUID
@@ -13,13 +14,14 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.gateway.job import Failed, Finished
 from loraplex_platform.gateway.metrics import GatewayMetrics
-from loraplex_platform.metering import service as metering
+from loraplex_platform.gateway.spool import Spool, SpoolError, SpoolRecord, Void, write
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Settlement
 
 log = structlog.get_logger(__name__)
 
-SETTLE_WAIT_S = 2.0  # how long an answer waits for the books; the books do not wait for the answer
+SETTLE_WAIT_S = 2.0  # how long the books are waited for before an ending goes to the spool
+ANSWER_WAIT_S = 3.0  # how long an answer waits for either; neither waits for the answer
 _SETTLE_RETRY_S = 0.5
 _SETTLE_GIVE_UP_S = 120.0  # by then the lease is long over and the sweeper has settled
 
@@ -42,39 +44,65 @@ class Books:
     arrived_s: float  # monotonic
     sessions: SessionFactory
     metrics: GatewayMetrics
+    spool: Spool | None
 
     async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> None:
-        """Write the ending, trying again while the database is away."""
-        give_up_s = time.monotonic() + _SETTLE_GIVE_UP_S
-        while True:
-            try:
-                await self._write(ending, lease_token, first_token_s)
-            except UnavailableError:
-                if time.monotonic() > give_up_s:
-                    log.error("settle_given_up", request_id=str(self.request_id))
-                    return
-                self.metrics.settle_retries.inc()
-                await asyncio.sleep(_SETTLE_RETRY_S)
-            else:
-                return
+        """Write the ending: to the database or, while that is away, to the spool.
 
-    async def _write(self, ending: Ending, lease_token: int, first_token_s: float | None) -> None:
+        It is on a disk when this returns, unless there is no spool or it refuses: then this tries
+        again and again, and gives up when the sweeper has long settled.
+        """
+        record = self._record(ending, lease_token, first_token_s)
+        writing = asyncio.create_task(self._write(record))
+        await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
+        try:
+            is_late = not writing.done()
+            if is_late and self.spool is not None and await self._has_spooled(record):
+                # Not cancelled: it may be at its COMMIT, and twice is as good as once.
+                self.spool.watch(writing)
+                is_applied = True
+            else:
+                is_applied = await writing
+        except UnavailableError:
+            is_applied = await self._has_spooled(record) or await self._write_at_last(record)
+        if is_applied:
+            self._count(ending)
+
+    async def _has_spooled(self, record: SpoolRecord) -> bool:
+        if self.spool is None:
+            return False
+        try:
+            await self.spool.put(record)
+        except SpoolError:
+            return False
+        return True
+
+    async def _write_at_last(self, record: SpoolRecord) -> bool:
+        """Try again for as long as it can matter."""
+        give_up_s = time.monotonic() + _SETTLE_GIVE_UP_S
+        while time.monotonic() < give_up_s:
+            self.metrics.settle_retries.inc()
+            await asyncio.sleep(_SETTLE_RETRY_S)
+            with contextlib.suppress(UnavailableError):
+                return await self._write(record)
+        log.error("settle_given_up", request_id=str(self.request_id))
+        return False
+
+    def _record(self, ending: Ending, lease_token: int, first_token_s: float | None) -> SpoolRecord:
         status, code = _http_outcome(ending.event)
         if ending.usage is None:
-            await metering.void(
-                self.sessions,
-                self.request_id,
-                lease_token,
-                voided_by=self.owner,
-                http_status=status,
-                error_code=code,
+            return SpoolRecord(
+                void=Void(
+                    request_id=self.request_id,
+                    lease_token=lease_token,
+                    voided_by=self.owner,
+                    http_status=status,
+                    error_code=code,
+                )
             )
-            self.metrics.requests_finished.labels("rejected").inc()
-            return
         since_s = self.arrived_s
-        result = await metering.settle(
-            self.sessions,
-            Settlement(
+        return SpoolRecord(
+            settlement=Settlement(
                 request_id=self.request_id,
                 lease_token=lease_token,
                 usage=ending.usage,
@@ -84,12 +112,17 @@ class Books:
                 error_code=code,
                 ttft_ms=None if first_token_s is None else round((first_token_s - since_s) * 1000),
                 e2e_ms=round((time.monotonic() - since_s) * 1000),
-            ),
+            )
         )
-        if result.applied:
-            self._count(ending.usage, ending.finish_reason or "")
 
-    def _count(self, usage: AttemptUsage, reason: str) -> None:
+    async def _write(self, record: SpoolRecord) -> bool:
+        return (await write(self.sessions, record)).applied
+
+    def _count(self, ending: Ending) -> None:
+        usage, reason = ending.usage, ending.finish_reason or ""
+        if usage is None:
+            self.metrics.requests_finished.labels("rejected").inc()
+            return
         is_fault = usage.outcome in ("fault", "lost")
         self.metrics.requests_finished.labels(usage.outcome if is_fault else reason).inc()
         discarded = usage.discarded_past_stop + usage.discarded_past_abort

@@ -106,6 +106,23 @@ class GatewayMetrics:
             "Replicas this gateway could send a request to.",
             registry=self.registry,
         )
+        self.spool_pending = Gauge(
+            "loraplex:gateway_spool_pending",
+            "Endings on disk that are not on the books yet.",
+            registry=self.registry,
+        )
+        self.spool_failures = Counter(
+            "loraplex:gateway_spool_failures",
+            "Times that endings could not be written to disk: the spool was full or its disk failed.",
+            registry=self.registry,
+        )
+        self.spool_replayed = Counter(
+            "loraplex:gateway_spool_replayed",
+            "Endings read back, by what became of them: settled, voided, overtaken (by the sweeper or an"
+            " attempt that came through late), rejected, unreadable, empty (a test of the disk).",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.settle_retries = Counter(
             "loraplex:gateway_settle_retries",
             "Settlements that had to be tried again because the database did not answer.",

@@ -12,6 +12,7 @@ from sqlalchemy import text
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.gateway.context import Gateway, ThisGateway
+from loraplex_platform.gateway.spool import Spool
 
 router = APIRouter(include_in_schema=False)
 
@@ -38,6 +39,7 @@ async def ready(gateway: ThisGateway) -> JSONResponse:
             "status": "ready" if is_ready else "not_ready",
             "draining": gateway.is_draining,
             "database": has_database,
+            "spool": _spool_state(gateway.spool),
             "engines_ready": gateway.router.num_ready,
         },
         status_code=200 if is_ready else 503,
@@ -52,6 +54,13 @@ async def metrics(request: Request, gateway: ThisGateway) -> Response:
     gateway.metrics.engines_ready.set(gateway.router.num_ready)
     body = generate_latest(gateway.metrics.registry)
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _spool_state(spool: Spool | None) -> dict[str, object] | None:
+    """None: there is none, and what ends while the database is away waits in memory."""
+    if spool is None:
+        return None
+    return {"pending": spool.num_pending, "writable": spool.is_writable}
 
 
 async def _has_database(gateway: Gateway) -> bool:
