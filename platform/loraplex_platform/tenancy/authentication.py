@@ -52,6 +52,7 @@ class Authenticated:
         networks: where it may be used from, see `require_address`; empty: anywhere.
         valid_until: when the secret that was shown ends: the key's expiry, or the end of the grace of
             a rotated secret, whichever is first. Who keeps this object must look again then.
+        priority, weight: of the tenant's requests at the engine, see `loraplex_engine.policies`.
     """
 
     key_id: UUID
@@ -65,6 +66,8 @@ class Authenticated:
     grants: Grants | None = None
     networks: tuple[Network, ...] = ()
     valid_until: datetime | None = None
+    priority: int = 0
+    weight: float = 1.0
 
 
 _GRANTS = (
@@ -114,6 +117,8 @@ async def authenticate(sessions: SessionFactory, pepper: SecretStr, secret: str)
         grants=parse_grants(grants),
         networks=tuple(key.ip_allow),
         valid_until=min(ends, default=None),
+        priority=tenant.priority,
+        weight=tenant.weight,
     )
 
 
