@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_platform.errors import BodyTooLargeError, PlatformError
+from loraplex_platform.gateway.admissions import RATES
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.errors import envelope
 from loraplex_platform.gateway.metrics import GatewayMetrics
@@ -60,6 +61,9 @@ class RequestContext:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers.setdefault("x-content-type-options", "nosniff")
+                if RATES in scope:
+                    for name, value in (await scope[RATES].headers()).items():
+                        headers.setdefault(name, value)
             await send(message)
 
         try:

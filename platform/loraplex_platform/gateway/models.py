@@ -6,14 +6,14 @@ from fastapi import APIRouter, Response
 
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.completions import unknown_model
-from loraplex_platform.gateway.context import Caller, ThisGateway
+from loraplex_platform.gateway.context import ConfirmedCaller, ThisGateway
 from loraplex_platform.gateway.openai_schemas import Model, ModelList, encode_json
 
 router = APIRouter(prefix="/v1", tags=["Models"])
 
 
 @router.get("/models", **openapi.MODEL_LIST)
-async def list_models(gateway: ThisGateway, caller: Caller) -> Response:
+async def list_models(gateway: ThisGateway, caller: ConfirmedCaller) -> Response:
     """The base model and the caller's deployments, in a stable order."""
     async with gateway.sessions() as session:
         models = await queries.list_models(session, caller.tenant_id, gateway.settings.base_model)
@@ -22,7 +22,7 @@ async def list_models(gateway: ThisGateway, caller: Caller) -> Response:
 
 
 @router.get("/models/{model_id:path}", **openapi.MODEL)
-async def get_model(model_id: str, gateway: ThisGateway, caller: Caller) -> Response:
+async def get_model(model_id: str, gateway: ThisGateway, caller: ConfirmedCaller) -> Response:
     """One of them. Ids may hold slashes and colons."""
     async with gateway.sessions() as session:
         model = await queries.find_model(

@@ -126,3 +126,13 @@ async def note_gateway(session: AsyncSession, gateway_id: str, started_at: datet
             set_={"started_at": started_at, "last_seen_at": func.now()},
         )
     )
+
+
+async def count_gateways(session: AsyncSession, gone_s: float) -> int:
+    """Gateways with a heartbeat in the last `gone_s` seconds."""
+    statement = (
+        select(func.count())
+        .select_from(Gateway)
+        .where(Gateway.last_seen_at > func.now() - timedelta(seconds=gone_s))
+    )
+    return (await session.execute(statement)).scalar_one()

@@ -8,26 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.errors import UnavailableError
+from loraplex_platform.quotas.errors import MAX_RETRY_AFTER_S, LimitError
 from loraplex_platform.quotas.records import EffectiveLimits, RateLimit, RateMetric
+from loraplex_platform.quotas.words import amount, limit_name, scope_name
 from loraplex_platform.rates import keys
-
-_MAX_RETRY_S = 60.0  # official clients do not wait longer, and would not be told the truth
-_SCOPE_NAMES = {
-    "platform": "this platform",
-    "tenant": "this tenant",
-    "project": "this project",
-    "key": "this API key",
-    "adapter": "this adapter",
-    "deployment": "this model",
-}
-_METRIC_NAMES: dict[RateMetric, str] = {
-    "rpm": "requests per minute",
-    "tpm_in": "prompt tokens per minute",
-    "tpm_out": "completion tokens per minute",
-    "tpm_total": "tokens per minute",
-    "concurrency": "requests at a time",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +138,14 @@ class Admission:
 
 
 def rate_headers(views: Iterable[LimitView], *, is_degraded: bool = False) -> dict[str, str]:
-    """`x-ratelimit-*`: of several limits the tightest one, by what is left of it."""
+    """`x-ratelimit-*`: of several limits the tightest one, by what is left of it.
+
+    Limits that tenants share are not shown: how much is left of them is other tenants' business.
+    """
     headers = {}
+    own = [view for view in views if view.limit.owner_tenant_id is not None]
     for kind in ("requests", "tokens"):
-        of_kind = [view for view in views if _kind(view.limit.metric) == kind]
+        of_kind = [view for view in own if _kind(view.limit.metric) == kind]
         if of_kind:
             tightest = min(of_kind, key=lambda view: (view.fraction_left, view.remaining))
             headers[f"x-ratelimit-limit-{kind}"] = str(tightest.limit.value)
@@ -186,7 +175,7 @@ def go_duration(microseconds: int) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-class RateLimitedError(PlatformError):
+class RateLimitedError(LimitError):
     """A rate or concurrency limit does not allow the request now; nothing was taken for it."""
 
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
@@ -201,8 +190,12 @@ class RateLimitedError(PlatformError):
         self._views = views
         self._is_degraded = is_degraded
         wait_s = self.view.wait_us / 1e6
-        may_retry = 0 <= wait_s <= _MAX_RETRY_S
-        super().__init__(_explain(claim, self.view), retry_after_s=wait_s if may_retry else None)
+        may_retry = 0 <= wait_s <= MAX_RETRY_AFTER_S
+        super().__init__(
+            _explain(claim, self.view),
+            limit_id=self.view.limit.limit_id,
+            retry_after_s=wait_s if may_retry else None,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -220,32 +213,34 @@ class RateLimitedError(PlatformError):
 
 def _explain(claim: Claim, view: LimitView) -> str:
     limit = view.limit
-    what, whose = _METRIC_NAMES[limit.metric], _SCOPE_NAMES[limit.scope_kind]
+    name = limit_name(limit.metric, "now" if limit.metric == "concurrency" else "minute")
+    scope = scope_name(limit.scope_kind)
     needed = claim.amount(limit.metric)
+    if limit.value <= 0:
+        return f"Rate limit reached: {scope} is closed for now, by a limit of 0 on {name}."
+    if limit.owner_tenant_id is None:
+        # Its numbers are other tenants' business.
+        return (
+            f"Rate limit reached: {scope} has reached a limit on {name}, for all its users together."
+            " Try again."
+        )
+    value, used = amount(limit.metric, limit.value), limit.capacity - view.remaining
     if limit.metric == "concurrency":
-        if limit.value < needed:
-            return f"The limit of {whose} on {what} is {limit.value}: it is closed for now."
-        used = limit.value - view.remaining
         return (
-            f"Rate limit reached: {whose} may have {limit.value} {what}, and {used} are running."
-            " Try again when one has ended."
+            f"Rate limit reached: {scope} may have {value} {name}, and {used} are running. Try again"
+            " when one has ended."
         )
-    allowed = f"{limit.value} {what}" + (
-        f" (at most {limit.burst} at once)" if limit.burst != limit.value else ""
-    )
+    if limit.burst != limit.value:
+        value = f"{value} (at most {amount(limit.metric, limit.burst)} at once)"
     if view.wait_us < 0:
-        if limit.value <= 0:
-            return f"The limit of {whose} on {what} is {limit.value}: it is closed for now."
-        remedy = " Ask for fewer with max_tokens, or send less." if limit.metric != "rpm" else ""
         return (
-            f"This request needs {needed}, more than the limit of {whose} ever allows: {allowed}."
-            f"{remedy}"
+            f"This request needs {amount(limit.metric, needed)}, more than the limit of {scope} on {name}"
+            f" ever allows, which is {value}. Send a shorter prompt or ask for fewer tokens or choices."
         )
-    used = limit.burst - view.remaining
     return (
-        f"Rate limit reached: {whose} may use {allowed}; {used} are used and this request needs"
-        f" {needed}. It fits again in {go_duration(view.wait_us)}; all is reset in"
-        f" {go_duration(view.reset_us)}."
+        f"Rate limit reached: the limit of {scope} on {name} is {value}, {amount(limit.metric, used)} are"
+        f" used and this request needs {amount(limit.metric, needed)}. It fits again in"
+        f" {go_duration(view.wait_us)}; all is reset in {go_duration(view.reset_us)}."
     )
 
 
