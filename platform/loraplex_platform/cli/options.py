@@ -11,6 +11,7 @@ from loraplex_platform.cli.errors import CommandError
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
+    from loraplex_platform.settings import DatabaseSettings
 
 # As `settings.ToolFormatName`, which `--help` does not wait for.
 ToolFormat = Literal["auto", "hermes", "llama", "mistral"]
@@ -59,3 +60,35 @@ def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
     if not admin_key:
         raise CommandError("set LORAPLEX_ADMIN_KEY to an admin key of that control API")
     return AdminClient(control_url, admin_key)
+
+
+def find_database(data_dir: Path, *, as_owner: bool = False) -> DatabaseSettings:
+    """The database that LORAPLEX_DATABASE_URL names, or the embedded one of the running local fleet.
+
+    The URL is never a flag: it may hold a password, and command lines are everybody's to read.
+
+    Args:
+        as_owner: with the owner's login, where it is the local fleet's.
+
+    Raises:
+        CommandError: neither is known.
+    """
+    import os
+
+    from loraplex_platform.local.data_dir import DataDir, read_json
+    from loraplex_platform.settings import DatabaseSettings, with_login
+
+    if os.environ.get("LORAPLEX_DATABASE_URL"):
+        return DatabaseSettings()  # type: ignore[call-arg] # filled from the environment
+    folder = DataDir(data_dir.expanduser().resolve())
+    embedded = read_json(folder.run / "postgres.json")
+    secrets = read_json(folder.secrets_file) or {}
+    if embedded is None or "serve_role" not in secrets:
+        raise CommandError(
+            f"no embedded Postgres runs on {data_dir}: start it with `loraplex up`, name its --data-dir, or "
+            "set LORAPLEX_DATABASE_URL"
+        )
+    url = str(embedded["url"])
+    if not as_owner:
+        url = with_login(url, str(secrets["serve_role"]), str(secrets["serve_password"]))
+    return DatabaseSettings.model_validate({"database_url": url})

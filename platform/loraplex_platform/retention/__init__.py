@@ -1,0 +1,1 @@
+"""What is kept for how long, and what goes when that is over."""
