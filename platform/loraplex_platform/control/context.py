@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.control.metrics import ControlMetrics
+from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
@@ -23,13 +25,14 @@ class ControlContext:
     """The process's long-lived parts."""
 
     settings: ControlSettings
-    sessions: async_sessionmaker[AsyncSession]
+    sessions: SessionFactory
     fleet: EngineFleet
     intake: AdapterIntake
     quarantine: Quarantine
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics
+    versions: Relay  # tells gateways of changed keys, tenants and limits
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
 

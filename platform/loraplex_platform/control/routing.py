@@ -22,6 +22,7 @@ from loraplex_platform.control.idempotency import Idempotency
 from loraplex_platform.control.permissions import Action, Reach, action_of
 from loraplex_platform.control.schemas import ERROR_RESPONSES
 from loraplex_platform.db.tenant_scope import enter_tenants, leave_tenants
+from loraplex_platform.rates.versions import tell_gateways
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -137,6 +138,8 @@ async def in_transaction(
             if keyed is not None:
                 await keyed.finish(session, response)
             await session.commit()
+    if request.method not in ("GET", "HEAD"):
+        await tell_gateways(get_context(request).versions)
     return response
 
 

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from uuid import UUID
 
+import structlog
+
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.outbox.queries import Message
-from loraplex_platform.outbox.relay import Topic
+from loraplex_platform.outbox.relay import Relay, Topic
 from loraplex_platform.rates import keys, scripts
 from loraplex_platform.rates.redis_client import Argument, DeadlineRedis, RedisAwayError
+
+log = structlog.get_logger(__name__)
 
 TOPIC = "version"
 KEPT_S = 3600.0
 
 
-def version_topic(redis: DeadlineRedis) -> Topic:
-    """For the relay. Without Redis a version is tried for a quarter of an hour: nobody needs it then."""
+def version_topic(redis: DeadlineRedis | None) -> Topic:
+    """For the relay. Redis None: there is nobody to tell, gateways read again every few seconds.
+
+    A Redis that is away is tried for a quarter of an hour: nobody needs the version after that.
+    """
 
     async def publish(message: Message) -> None:
         tenant_id = UUID(message.payload["tenant_id"])
@@ -30,6 +37,8 @@ def version_topic(redis: DeadlineRedis) -> Topic:
         else:
             fields += ("t", int(message.payload["version"]))
             fields += ("l", int(message.payload["limits_version"]))
+        if redis is None:
+            return
         names = [keys.versions(keys.tag_of(tenant_id))]
         try:
             await redis.run(scripts.NEWEST, names, [round(KEPT_S * 1000), *fields])
@@ -39,3 +48,11 @@ def version_topic(redis: DeadlineRedis) -> Topic:
     return Topic(
         name=TOPIC, handle=publish, interval_s=0.5, claim_s=10.0, max_tries=20, max_wait_s=60.0
     )
+
+
+async def tell_gateways(relay: Relay) -> None:
+    """Deliver the versions that a commit has just left. Never raises: the worker does what is left."""
+    try:
+        await relay.relay_once()
+    except UnavailableError as error:
+        log.warning("versions_left_to_worker", reason=error.message)

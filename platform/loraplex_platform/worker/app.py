@@ -19,6 +19,8 @@ from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
 from loraplex_platform.metering.invariant_runs import check_and_keep
 from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
+from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
+from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
@@ -68,7 +70,7 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
         )
         registry = CollectorRegistry()
         metrics = LoopMetrics(registry)
-        topics = await _topics(stack, settings, database)
+        topics = _topics(stack, settings, registry)
         loops = [
             *_loops(settings, database, ConnectedEngines(router), registry, metrics),
             *_outbox_loops(database, topics, registry, metrics),
@@ -83,11 +85,15 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _topics(
-    stack: contextlib.AsyncExitStack, settings: WorkerSettings, database: Database
+def _topics(
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, registry: CollectorRegistry
 ) -> list[Topic]:
     """Who is told what: every outbox topic has its handler here."""
-    return []
+    redis = None
+    if settings.redis_url is not None:
+        redis = DeadlineRedis(settings.redis_url.get_secret_value(), RedisMetrics(registry))
+        stack.push_async_callback(redis.aclose)
+    return [version_topic(redis)]
 
 
 def _outbox_loops(
