@@ -257,17 +257,19 @@ BEGIN
 END
 $$;
 
+-- Whether requests of a day, in any time zone, are in a month that retention has dropped (0008).
+CREATE FUNCTION loraplex_is_dropped(on_day date) RETURNS boolean LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RETURN EXISTS (SELECT FROM dropped_months m
+        WHERE on_day BETWEEN m.month - 1 AND (m.month + interval '1 month')::date);
+END
+$$;
+
 -- Make a bucket again. False: its requests have been dropped, and what was rolled up of them stays.
 CREATE FUNCTION loraplex_roll_up(tenant uuid, on_day date) RETURNS boolean
     LANGUAGE plpgsql SET plan_cache_mode = force_custom_plan AS $$
-DECLARE
-    midday timestamptz := on_day::timestamp AT TIME ZONE 'UTC' + interval '12 hours';
 BEGIN
-    IF EXISTS (SELECT FROM usage_daily u WHERE u.tenant_id = tenant AND u.day = on_day)
-        AND NOT EXISTS (SELECT FROM requests r WHERE r.tenant_id = tenant
-            AND r.id >= loraplex_uuid7_floor(midday - interval '2 days')
-            AND r.id < loraplex_uuid7_floor(midday + interval '2 days'))
-    THEN
+    IF loraplex_is_dropped(on_day) THEN
         RETURN false;
     END IF;
     DELETE FROM usage_daily u WHERE u.tenant_id = tenant AND u.day = on_day;
@@ -278,21 +280,6 @@ BEGIN
     RETURN true;
 END
 $$;
-
--- A tenant in another time zone has other days: all of them are made again.
-CREATE FUNCTION loraplex_rezone_usage() RETURNS trigger LANGUAGE plpgsql
-    -- Also when a member of the tenant changes it, who may not write marks.
-    SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp AS $$
-BEGIN
-    INSERT INTO rollup_dirty (tenant_id, day)
-    SELECT DISTINCT NEW.id, u.day + shift
-    FROM usage_daily u, generate_series(-1, 1) AS shift WHERE u.tenant_id = NEW.id;
-    RETURN NULL;
-END
-$$;
-CREATE TRIGGER tr_tenants_rezone_usage AFTER UPDATE OF billing_tz ON tenants
-    FOR EACH ROW WHEN (OLD.billing_tz IS DISTINCT FROM NEW.billing_tz)
-    EXECUTE FUNCTION loraplex_rezone_usage();
 
 GRANT SELECT, INSERT, DELETE ON usage_daily, rollup_dirty TO loraplex_app;
 """
@@ -439,9 +426,8 @@ DROP = """
 DROP TABLE invoice_lines, invoices, invoice_series, billing_profiles;
 DROP FUNCTION loraplex_guard_invoice_line();
 DROP FUNCTION loraplex_guard_invoice();
-DROP TRIGGER tr_tenants_rezone_usage ON tenants;
-DROP FUNCTION loraplex_rezone_usage();
 DROP FUNCTION loraplex_roll_up(uuid, date);
+DROP FUNCTION loraplex_is_dropped(date);
 DROP FUNCTION loraplex_usage_of(uuid, date);
 DROP TABLE rollup_dirty, usage_daily;
 

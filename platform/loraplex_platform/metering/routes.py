@@ -9,34 +9,37 @@ from typing import Annotated, Literal
 from uuid import UUID
 
 from fastapi import Depends, Query, Response
+from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
-from loraplex_platform.control.permissions import requires
+from loraplex_platform.control.permissions import Reach, requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Request
-from loraplex_platform.errors import NotFoundError
-from loraplex_platform.ids import MalformedIdError, parse_id
+from loraplex_platform.db.tenant_scope import enter_tenants
+from loraplex_platform.errors import InvalidRequestError, NotFoundError
+from loraplex_platform.ids import PREFIXES, MalformedIdError, parse_id
 from loraplex_platform.metering import request_log
 from loraplex_platform.metering.csv_export import to_csv
 from loraplex_platform.metering.invariant_runs import find_last, report_of
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.schemas import (
-    GROUP_COLUMNS,
     InvariantsResource,
     RequestResource,
     UsageReport,
     UsageRowResource,
     show_invariants,
     show_request,
+    usage_columns,
     usage_fields,
 )
 from loraplex_platform.metering.usage import (
     MAX_ROWS,
     BucketWidth,
     GroupBy,
+    UsageFilter,
     UsagePage,
     UsageQuery,
     report_usage,
@@ -69,14 +72,60 @@ async def _tenant_filter(
 TenantFilter = Annotated[UUID | None, Depends(_tenant_filter)]
 
 
-def _usage_query(
+def _id_filter(kind: str, name: str, text: str | None) -> UUID | None:
+    if text is None:
+        return None
+    try:
+        return parse_id(kind, text)
+    except MalformedIdError:
+        raise InvalidRequestError(
+            f"{name}: pass an id, {PREFIXES[kind]}_ and 32 hex digits.", param=name
+        ) from None
+
+
+def _usage_filter(
     *,
     tenant: TenantFilter,
+    project_id: Annotated[str | None, Query(description="Only this project's.")] = None,
+    key_id: Annotated[str | None, Query(description="Only this key's.")] = None,
+    model: Annotated[
+        str | None, Query(max_length=128, description="Only of this model name.")
+    ] = None,
+    deployment_id: Annotated[str | None, Query(description="Only of this deployment.")] = None,
+    adapter_version_id: Annotated[
+        str | None, Query(description="Only of this adapter version.")
+    ] = None,
+    price_book_id: Annotated[
+        str | None, Query(description="Only what this price book was in force for.")
+    ] = None,
+) -> UsageFilter:
+    if model is not None and "\0" in model:
+        raise InvalidRequestError("model: it must not hold NUL.", param="model")
+    return UsageFilter(
+        tenant_id=tenant,
+        project_id=_id_filter("project", "project_id", project_id),
+        key_id=_id_filter("api_key", "key_id", key_id),
+        model=model,
+        deployment_id=_id_filter("deployment", "deployment_id", deployment_id),
+        adapter_version_id=_id_filter("adapter_version", "adapter_version_id", adapter_version_id),
+        price_book_id=_id_filter("price_book", "price_book_id", price_book_id),
+    )
+
+
+def _usage_query(
+    *,
+    only: Annotated[UsageFilter, Depends(_usage_filter)],
     start_time: Annotated[UnixTime, Query(description="Unix seconds, inclusive.")],
     end_time: Annotated[
         UnixTime | None, Query(description="Unix seconds, exclusive; now if not given.")
     ] = None,
-    bucket_width: Annotated[BucketWidth, Query(description="UTC buckets.")] = "1d",
+    bucket_width: Annotated[
+        BucketWidth,
+        Query(
+            description="1d and 1mo: whole days and months in the tenant's billing time zone. 1m and "
+            "1h: UTC, over at most 2 and 8 days."
+        ),
+    ] = "1d",
     group_by: Annotated[
         list[GroupBy] | None,
         Query(alias="group_by[]", max_length=8, description="Repeat it for several."),
@@ -94,7 +143,7 @@ def _usage_query(
         end=end,
         bucket_width=bucket_width,
         group_by=tuple(dict.fromkeys(group_by or ())),
-        tenant_id=tenant,
+        only=only,
         limit=limit,
         page=page,
     )
@@ -108,6 +157,7 @@ def _usage_query(
 @requires("usage.read")
 async def get_usage(
     query: Annotated[UsageQuery, Depends(_usage_query)],
+    request: HttpRequest,
     context: Context,
     session: DbSession,
     format: Annotated[
@@ -124,42 +174,31 @@ async def get_usage(
     if format == "csv":
         name = f"usage-{query.start:%Y%m%d}-{query.end:%Y%m%d}.csv"
         return StreamingResponse(
-            _csv(context, query, first),
+            _csv(context, request.state.reach, query, first),
             media_type="text/csv; charset=utf-8",
             headers={"content-disposition": f'attachment; filename="{name}"'},
         )
-    data = [UsageRowResource(**usage_fields(row, query.group_by)) for row in first.rows]
-    return UsageReport(data=data, has_more=first.next_page is not None, next_page=first.next_page)
-
-
-async def _csv(context: ControlContext, query: UsageQuery, first: UsagePage) -> AsyncIterator[str]:
-    groups = [
-        column
-        for group in GROUP_COLUMNS
-        if group in query.group_by
-        for column in GROUP_COLUMNS[group]
-    ]
-    yield to_csv(
-        [
-            [
-                "start_time",
-                "end_time",
-                *groups,
-                "requests",
-                "prompt_tokens",
-                "cached_tokens",
-                "completion_tokens",
-                "absorbed_tokens",
-                "cost_usd",
-            ]
-        ]
+    return UsageReport(
+        data=[UsageRowResource(**usage_fields(row, query)) for row in first.rows],
+        has_more=first.next_page is not None,
+        next_page=first.next_page,
+        time_zone=first.zone,
+        final_until=first.final_until,
     )
+
+
+async def _csv(
+    context: ControlContext, reach: Reach, query: UsageQuery, first: UsagePage
+) -> AsyncIterator[str]:
+    yield to_csv([usage_columns(query)])
     page = first
     while True:
-        yield to_csv([list(usage_fields(row, query.group_by).values()) for row in page.rows])
+        yield to_csv([list(usage_fields(row, query).values()) for row in page.rows])
         if page.next_page is None:
             return
         async with context.sessions() as session:
+            if reach.tenant_ids is not None:
+                await enter_tenants(session, reach.tenant_ids)
             page = await report_usage(session, replace(query, page=page.next_page))
 
 

@@ -7,20 +7,40 @@ from typing import Any, Literal
 from pydantic import BaseModel as Schema
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from loraplex_platform.billing.money import format_usd
+from loraplex_platform.billing.money import CURRENCY, format_usd
 from loraplex_platform.control.schemas import Resource, UnixSeconds
 from loraplex_platform.db import InvariantRun, Request
 from loraplex_platform.ids import format_id
 from loraplex_platform.metering.invariants import InvariantReport
-from loraplex_platform.metering.usage import GroupBy, UsageRow
+from loraplex_platform.metering.usage import SHORT_WIDTHS, GroupBy, UsageQuery, UsageRow
 
 # The columns of each group, in the order of the report.
 GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
     "tenant_id": ("tenant_id", "tenant"),
+    "project_id": ("project_id",),
     "key_id": ("key_id",),
     "model": ("model",),
+    "deployment_id": ("deployment_id",),
     "adapter_version_id": ("adapter_version_id",),
+    "price_book_id": ("price_book_id",),
 }
+# Of each group that is an id, its kind.
+_KINDS: dict[GroupBy, str] = {
+    "tenant_id": "tenant",
+    "project_id": "project",
+    "key_id": "api_key",
+    "deployment_id": "deployment",
+    "adapter_version_id": "adapter_version",
+    "price_book_id": "price_book",
+}
+USAGE_COLUMNS = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "absorbed_tokens",
+    "cost_usd",
+)
 
 
 class UsageRowResource(Schema):
@@ -32,6 +52,7 @@ class UsageRowResource(Schema):
                 {
                     "start_time": 1764374400,
                     "end_time": 1764460800,
+                    "date": "2025-11-29",
                     "tenant_id": "ten_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f",
                     "tenant": "acme",
                     "requests": 12,
@@ -47,11 +68,19 @@ class UsageRowResource(Schema):
 
     start_time: int
     end_time: int
+    date: str | None = Field(
+        default=None,
+        description="The day or month, in the tenant's time zone; rows of several tenants hold each "
+        "one's own. Minutes and hours have none.",
+    )
     tenant_id: str | None = None
     tenant: str | None = Field(default=None, description="The tenant's slug.")
+    project_id: str | None = Field(default=None, description="null: of no project.")
     key_id: str | None = None
     model: str | None = None
+    deployment_id: str | None = None
     adapter_version_id: str | None = Field(default=None, description="null: the base model.")
+    price_book_id: str | None = None
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -66,7 +95,7 @@ class UsageRowResource(Schema):
 
 
 class UsageReport(Schema):
-    """A report; pass `next_page` as `page` for more."""
+    """A report, right as of now; pass `next_page` as `page` for more."""
 
     object: Literal["list"] = "list"
     data: list[UsageRowResource]
@@ -74,6 +103,13 @@ class UsageReport(Schema):
     last_id: None = None
     has_more: bool
     next_page: str | None
+    currency: Literal["USD"] = CURRENCY
+    time_zone: str | None = Field(
+        description="Whose days these are; null: each tenant's own, by its billing time zone."
+    )
+    final_until: UnixSeconds = Field(
+        description="Nothing admitted before is still open: to what came later, more may be added."
+    )
 
 
 class IdentityResource(Schema):
@@ -153,24 +189,18 @@ class RequestResource(Resource):
     settled_at: UnixSeconds | None
 
 
-def usage_fields(row: UsageRow, group_by: tuple[GroupBy, ...]) -> dict[str, Any]:
-    """A report's row, in column order, with the columns of these groups only."""
-    groups = {
-        "tenant_id": None if row.tenant_id is None else format_id("tenant", row.tenant_id),
-        "tenant": row.tenant,
-        "key_id": None if row.key_id is None else format_id("api_key", row.key_id),
-        "model": row.model,
-        "adapter_version_id": None
-        if row.adapter_version_id is None
-        else format_id("adapter_version", row.adapter_version_id),
+def usage_fields(row: UsageRow, query: UsageQuery) -> dict[str, Any]:
+    """A report's row, in the order of `usage_columns`."""
+    ids = {
+        group: None if (value := getattr(row, group)) is None else format_id(kind, value)
+        for group, kind in _KINDS.items()
     }
-    shown = [
-        column for group in GROUP_COLUMNS if group in group_by for column in GROUP_COLUMNS[group]
-    ]
-    return {
+    values: dict[str, Any] = ids | {
         "start_time": int(row.start.timestamp()),
         "end_time": int(row.end.timestamp()),
-        **{column: groups[column] for column in shown},
+        "date": row.date,
+        "tenant": row.tenant,
+        "model": row.model,
         "requests": row.requests,
         "prompt_tokens": row.prompt_tokens,
         "cached_tokens": row.cached_tokens,
@@ -178,6 +208,19 @@ def usage_fields(row: UsageRow, group_by: tuple[GroupBy, ...]) -> dict[str, Any]
         "absorbed_tokens": row.absorbed_tokens,
         "cost_usd": format_usd(row.cost_pico),
     }
+    return {column: values[column] for column in usage_columns(query)}
+
+
+def usage_columns(query: UsageQuery) -> list[str]:
+    """The fields of a report's rows: the time, what it is grouped by, and the sums."""
+    groups = [
+        column
+        for group, columns in GROUP_COLUMNS.items()
+        if group in query.group_by
+        for column in columns
+    ]
+    date = [] if query.bucket_width in SHORT_WIDTHS else ["date"]
+    return ["start_time", "end_time", *date, *groups, *USAGE_COLUMNS]
 
 
 def show_invariants(report: InvariantReport, last: InvariantRun | None) -> InvariantsResource:

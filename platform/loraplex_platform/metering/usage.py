@@ -1,15 +1,18 @@
 """Usage reports: what tenants consumed and what it cost, by time and by whatever they group by.
 
-Read from settled requests and their ledger rows, so that a report and a bill cannot differ. Probes
-are the platform's own and in no report. A bucket holds the requests admitted in it, in UTC.
-Pages are cut by key, not by offset: a deep page costs what the first one costs.
+Days and months are the tenant's own, in its billing time zone, and come from the rollups, so that a
+report costs the same over five million requests as over five; buckets that have changed since they
+were rolled up are computed live, so that it is never stale. Minutes and hours come from the requests
+themselves and cover little time. Both read settled requests and their ledger rows, so that a report
+and a bill cannot differ. A request counts when it was admitted. Probes are the platform's own and in
+no report. Pages are cut by key, not by offset: a deep page costs what the first one costs.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 from uuid import UUID
@@ -18,36 +21,59 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraplex_platform.billing.rollups import USAGE_SOURCE
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import uuid7_floor
 from loraplex_platform.metering.records import MAX_CLOCK_SKEW_S
 
-BucketWidth = Literal["1m", "1h", "1d"]
-GroupBy = Literal["tenant_id", "key_id", "model", "adapter_version_id"]
+BucketWidth = Literal["1m", "1h", "1d", "1mo"]
+GroupBy = Literal[
+    "tenant_id",
+    "project_id",
+    "key_id",
+    "model",
+    "deployment_id",
+    "adapter_version_id",
+    "price_book_id",
+]
 GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 MAX_ROWS = 1000
 
-_WIDTHS: dict[BucketWidth, timedelta] = {
-    "1m": timedelta(minutes=1),
-    "1h": timedelta(hours=1),
-    "1d": timedelta(days=1),
+# Widths that are read from requests, and how much time they may cover.
+SHORT_WIDTHS: dict[BucketWidth, tuple[timedelta, timedelta]] = {
+    "1m": (timedelta(minutes=1), timedelta(days=2)),
+    "1h": (timedelta(hours=1), timedelta(days=8)),
 }
 # The id's time is the gateway's clock, admitted_at the database's.
 _CLOCK_SLACK = timedelta(seconds=MAX_CLOCK_SKEW_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageFilter:
+    """Only what has these; None: whatever it has."""
+
+    tenant_id: UUID | None = None
+    project_id: UUID | None = None
+    key_id: UUID | None = None
+    model: str | None = None
+    deployment_id: UUID | None = None
+    adapter_version_id: UUID | None = None
+    price_book_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
     """What to report: `start` inclusive, `end` exclusive, both with a zone.
 
-    `page` is the `next_page` of the answer before; groups not asked for come back as None.
+    Days and months are whole: one that the range cuts is in the report as a whole. `page` is the
+    `next_page` of the answer before; groups not asked for come back as None.
     """
 
     start: datetime
     end: datetime
     bucket_width: BucketWidth = "1d"
     group_by: tuple[GroupBy, ...] = ()
-    tenant_id: UUID | None = None
+    only: UsageFilter = UsageFilter()
     limit: int = MAX_ROWS
     page: str | None = None
 
@@ -55,15 +81,24 @@ class UsageQuery:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
     """One bucket and group. `requests` counts settled ones; tokens are the billed ones, except
-    `absorbed_tokens`: output tokens that the platform paid for."""
+    `absorbed_tokens`: output tokens that the platform paid for.
+
+    `start` and `end` are in the tenant's zone where the row is of one tenant; a row of several, each
+    with days of its own, has those of the date in UTC. `date` is that day or month, as text; None for
+    shorter buckets.
+    """
 
     start: datetime
     end: datetime
+    date: str | None
     tenant_id: UUID | None
     tenant: str | None  # the slug
+    project_id: UUID | None
     key_id: UUID | None
     model: str | None
+    deployment_id: UUID | None
     adapter_version_id: UUID | None
+    price_book_id: UUID | None
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -74,98 +109,206 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """Rows by time, then group. `next_page` None: there are no more."""
+    """Rows by time, then group. `next_page` None: there are no more.
+
+    `final_until`: what was admitted before can no longer change; later numbers are right now, but
+    more may come to them. `zone`: of days and months; None: each tenant's own.
+    """
 
     rows: list[UsageRow]
     next_page: str | None
+    final_until: datetime
+    zone: str | None
 
 
-_REPORT = text("""
-with lines as (
+# What was admitted before can no longer change: nothing of it is open. Open ones are few, and have an
+# index of their own.
+_STATUS = text("""
+select least(cast(:end as timestamptz), now(), (
+    select min(admitted_at) from requests
+    where state = 'reserved' and kind = 'user'
+        and (cast(:tenant as uuid) is null or tenant_id = cast(:tenant as uuid))
+)) as final_until, (
+    select billing_tz from tenants where id = cast(:tenant as uuid)
+) as zone
+""")
+
+_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "absorbed_tokens")
+
+# Rows of days; `at` is the bucket's date, as midnight of UTC.
+_DAILY_LINES = """
+{source}, spans as materialized (
+    select tenants.id, spans.*
+    from tenants, lateral (select
+        cast(cast(:start as timestamptz) at time zone billing_tz as date) as first_day,
+        cast((cast(:end as timestamptz) - interval '1 microsecond') at time zone billing_tz as date)
+            as last_day
+    ) as spans
+    where cast(:tenant as uuid) is null or tenants.id = cast(:tenant as uuid)
+), lines as (
+    select source.*, cast({bucket} as timestamp) at time zone 'UTC' as at, amount_pico as cost_pico
+    from source join spans on spans.id = source.tenant_id and {range}
+)
+"""
+_BUCKETS = {
+    "1d": ("day", "source.day between spans.first_day and spans.last_day"),
+    "1mo": (
+        "date_trunc('month', cast(day as timestamp))",
+        "date_trunc('month', cast(source.day as timestamp)) between"
+        " date_trunc('month', cast(spans.first_day as timestamp))"
+        " and cast(spans.last_day as timestamp)",
+    ),
+}
+
+_SHORT_LINES = """
+lines as (
     select
-        date_bin(cast(:width as interval), requests.admitted_at, timestamptz 'epoch') as start,
-        case when :by_tenant_id then requests.tenant_id end as tenant_id,
-        case when :by_key_id then requests.key_id end as key_id,
-        case when :by_model then requests.model end as model,
-        case when :by_adapter_version_id then requests.adapter_version_id end as adapter_version_id,
-        ledger.account = 'revenue' as is_billed, ledger.prompt_tokens, ledger.cached_tokens,
-        ledger.completion_tokens, ledger.amount_pico, absorbed.tokens as absorbed_tokens
+        date_bin(cast(:width as interval), requests.admitted_at, timestamptz 'epoch') as at,
+        requests.tenant_id, ledger.project_id, ledger.key_id, requests.model, ledger.deployment_id,
+        ledger.adapter_version_id, ledger.price_book_id, 1 as requests,
+        case when ledger.account = 'revenue' then ledger.prompt_tokens else 0 end as prompt_tokens,
+        case when ledger.account = 'revenue' then ledger.cached_tokens else 0 end as cached_tokens,
+        case when ledger.account = 'revenue' then ledger.completion_tokens else 0 end
+            as completion_tokens,
+        case when ledger.account = 'revenue' then ledger.amount_pico else 0 end as cost_pico,
+        (select coalesce(sum(attempts.absorbed), 0) from attempts
+            where attempts.request_id = requests.id) as absorbed_tokens
     from requests
     join ledger on ledger.entry_id = requests.id and ledger.kind = 'usage'
-    cross join lateral (
-        select coalesce(sum(attempts.absorbed), 0) as tokens
-        from attempts where attempts.request_id = requests.id
-    ) as absorbed
     where requests.state = 'settled' and requests.kind = 'user'
         and requests.id >= :first_id and requests.id < :last_id
         and requests.admitted_at >= :start and requests.admitted_at < :end
         and (cast(:tenant as uuid) is null or requests.tenant_id = cast(:tenant as uuid))
-), buckets as (
-    select start, tenant_id, key_id, model, adapter_version_id,
-        count(*) as requests,
-        coalesce(sum(prompt_tokens) filter (where is_billed), 0) as prompt_tokens,
-        coalesce(sum(cached_tokens) filter (where is_billed), 0) as cached_tokens,
-        coalesce(sum(completion_tokens) filter (where is_billed), 0) as completion_tokens,
-        coalesce(sum(absorbed_tokens), 0) as absorbed_tokens,
-        coalesce(sum(amount_pico) filter (where is_billed), 0) as cost_pico,
-        concat(tenant_id, chr(31), key_id, chr(31), model, chr(31), adapter_version_id) as label
-    from lines
-    group by start, tenant_id, key_id, model, adapter_version_id
 )
-select buckets.*, tenants.slug as tenant
-from buckets left join tenants on tenants.id = buckets.tenant_id
-where cast(:after_start as timestamptz) is null
-    or (buckets.start, buckets.label collate "C")
-        > (cast(:after_start as timestamptz), cast(:after_label as text))
-order by buckets.start, buckets.label collate "C"
-limit :limit
-""")
+"""
+
+_REPORT = """
+with {lines}, buckets as (
+    select at, {columns} {sums}, concat({label}) as label
+    from lines
+    where {condition}
+    group by at {groups}
+), page as (
+    select * from buckets
+    where cast(:after_at as timestamptz) is null
+        or (at, label collate "C") > (cast(:after_at as timestamptz), cast(:after_label as text))
+    order by at, label collate "C"
+    limit :limit
+)
+select page.*, {tenant}, {start} as start, {end} as "end"
+from page {tenants}
+order by at, label collate "C"
+"""
 
 
 async def report_usage(session: AsyncSession, query: UsageQuery) -> UsagePage:
     """One page of a report.
 
     Raises:
-        InvalidRequestError: the range is empty, the limit or the page is not one of ours.
+        InvalidRequestError: the range is empty or too long, the limit or the page is not one of ours.
     """
     if query.start.tzinfo is None or query.end.tzinfo is None or query.start >= query.end:
         raise InvalidRequestError("start_time must lie before end_time.", param="start_time")
     if not 1 <= query.limit <= MAX_ROWS:
         raise InvalidRequestError(f"limit must be between 1 and {MAX_ROWS}.", param="limit")
-    after_start, after_label = (None, None) if query.page is None else _parse_page(query.page)
-    width = _WIDTHS[query.bucket_width]
+    after_at, after_label = (None, None) if query.page is None else _parse_page(query.page)
     parameters: dict[str, Any] = {
-        "width": width,
         "start": query.start,
         "end": query.end,
-        "first_id": uuid7_floor(_unix_ms(query.start - _CLOCK_SLACK)),
-        "last_id": uuid7_floor(_unix_ms(query.end + _CLOCK_SLACK)),
-        "tenant": query.tenant_id,
-        "after_start": after_start,
+        "tenant": query.only.tenant_id,
+        "after_at": after_at,
         "after_label": after_label,
         "limit": query.limit + 1,
-    } | {f"by_{name}": name in query.group_by for name in GROUPS}
-    found = (await session.execute(_REPORT, parameters)).all()
-    rows = [
-        UsageRow(
-            start=row.start,
-            end=row.start + width,
-            tenant_id=row.tenant_id,
-            tenant=row.tenant,
-            key_id=row.key_id,
-            model=row.model,
-            adapter_version_id=row.adapter_version_id,
-            requests=int(row.requests),
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            completion_tokens=int(row.completion_tokens),
-            absorbed_tokens=int(row.absorbed_tokens),
-            cost_pico=int(row.cost_pico),
-        )
-        for row in found[: query.limit]
-    ]
-    has_more = len(found) > query.limit
-    return UsagePage(rows, _format_page(found[query.limit - 1]) if has_more else None)
+    }
+    lines, more = _lines(query)
+    # Before the rows: what is settled in between is in them although not final, never the reverse.
+    status = (await session.execute(_STATUS, parameters)).one()
+    zone = "UTC" if query.bucket_width in SHORT_WIDTHS else status.zone
+    statement = text(_statement(query, lines))
+    parameters |= more | _conditions(query.only) | {"zone": zone}
+    wanted = {name: parameters[name] for name in statement.compile().params}
+    found = (await session.execute(statement, wanted)).all()
+    rows = [_row(query, row) for row in found[: query.limit]]
+    next_page = _format_page(found[query.limit - 1]) if len(found) > query.limit else None
+    return UsagePage(rows, next_page, status.final_until, zone)
+
+
+def _lines(query: UsageQuery) -> tuple[str, dict[str, Any]]:
+    """The SQL of what is summed, and its parameters."""
+    short = SHORT_WIDTHS.get(query.bucket_width)
+    if short is not None:
+        width, longest = short
+        if query.end - query.start > longest:
+            raise InvalidRequestError(
+                f"bucket_width: {query.bucket_width} covers at most {longest.days} days; ask for less"
+                " time, or for 1d.",
+                param="bucket_width",
+            )
+        return _SHORT_LINES, {
+            "width": width,
+            "first_id": uuid7_floor(_unix_ms(query.start - _CLOCK_SLACK)),
+            "last_id": uuid7_floor(_unix_ms(query.end + _CLOCK_SLACK)),
+        }
+    bucket, in_range = _BUCKETS[query.bucket_width]
+    # A month is whole, and a zone at most a day from UTC; `spans` has each tenant's own range.
+    slack = timedelta(days=32 if query.bucket_width == "1mo" else 1)
+    return _DAILY_LINES.format(source=USAGE_SOURCE, bucket=bucket, range=in_range), {
+        "first_day": (query.start.astimezone(UTC) - slack).date(),
+        "last_day": (query.end.astimezone(UTC) + slack).date(),
+    }
+
+
+def _statement(query: UsageQuery, lines: str) -> str:
+    # Names come from our own tuples, never from the caller.
+    groups = [name for name in GROUPS if name in query.group_by]
+    sums = [f"sum({name}) as {name}" for name in (*_SUMS, "cost_pico")]
+    label = ", chr(31), ".join(groups) or "''"
+    conditions = [f"{name} = :only_{name}" for name in _conditions(query.only, prefix="")]
+    by_tenant = "tenant_id" in groups
+    own_zone = "tenants.billing_tz, " if by_tenant else ""
+    zone = f"coalesce({own_zone}cast(:zone as text), 'UTC')"
+    start, end = "at", "at + cast(:width as interval)"
+    if query.bucket_width in _BUCKETS:
+        step = "1 month" if query.bucket_width == "1mo" else "1 day"
+        day = "cast(at at time zone 'UTC' as date)"
+        start = f"loraplex_midnight({day}, {zone})"
+        end = f"loraplex_midnight(cast({day} + interval '{step}' as date), {zone})"
+    return _REPORT.format(
+        lines=lines,
+        columns="".join(f"{name}, " for name in groups),
+        groups="".join(f", {name}" for name in groups),
+        sums=", ".join(sums),
+        label=label,
+        condition=" and ".join(conditions) or "true",
+        tenant="tenants.slug as tenant" if by_tenant else "null as tenant",
+        tenants="left join tenants on tenants.id = page.tenant_id" if by_tenant else "",
+        start=start,
+        end=end,
+    )
+
+
+def _conditions(only: UsageFilter, *, prefix: str = "only_") -> dict[str, Any]:
+    """What is filtered by, but for the tenant, who is looked up by an index before."""
+    values = {item.name: getattr(only, item.name) for item in fields(only)}
+    return {
+        f"{prefix}{name}": value
+        for name, value in values.items()
+        if value is not None and name != "tenant_id"
+    }
+
+
+def _row(query: UsageQuery, row: Any) -> UsageRow:  # noqa: ANN401 # a row of _REPORT
+    day_format = {"1d": "%Y-%m-%d", "1mo": "%Y-%m"}.get(query.bucket_width)
+    groups = {name: getattr(row, name) if name in query.group_by else None for name in GROUPS}
+    return UsageRow(
+        start=row.start,
+        end=row.end,
+        date=None if day_format is None else row.at.astimezone(UTC).strftime(day_format),
+        tenant=row.tenant,
+        **groups,
+        **{name: int(getattr(row, name)) for name in _SUMS},
+        cost_pico=int(row.cost_pico),
+    )
 
 
 def _unix_ms(time: datetime) -> int:
@@ -173,17 +316,17 @@ def _unix_ms(time: datetime) -> int:
 
 
 def _format_page(row: Any) -> str:  # noqa: ANN401 # a row of _REPORT
-    raw = msgspec.json.encode((row.start.astimezone(UTC), row.label))
+    raw = msgspec.json.encode((row.at.astimezone(UTC), row.label))
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def _parse_page(page: str) -> tuple[datetime, str]:
-    start: datetime | None
+    at: datetime | None
     try:
         raw = base64.urlsafe_b64decode(page + "=" * (-len(page) % 4))
-        start, label = msgspec.json.decode(raw, type=tuple[datetime, str])
+        at, label = msgspec.json.decode(raw, type=tuple[datetime, str])
     except (ValueError, binascii.Error, msgspec.MsgspecError):
-        start, label = None, ""
-    if start is None or start.tzinfo is None or "\0" in label:
+        at, label = None, ""
+    if at is None or at.tzinfo is None or "\0" in label:
         raise InvalidRequestError("page: pass the next_page of the answer before.", param="page")
-    return start, label
+    return at, label
