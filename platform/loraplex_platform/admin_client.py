@@ -189,12 +189,38 @@ class AdminClient:
         """The identity of generated and billed tokens, and the other checks."""
         return self._json("GET", "/invariants")
 
+    def audit(self, **filters: Any) -> Iterator[Json]:  # noqa: ANN401 - the API's query parameters
+        """Audit entries, newest first; filters as `GET /audit` takes them, None: not given."""
+        return self._pages("/audit", {k: v for k, v in filters.items() if v is not None})
+
+    def audit_chains(self) -> list[Json]:
+        """The newest row of every chain of the audit log."""
+        return list(self._pages("/audit/chains"))
+
+    def audit_link(self, chain: str, seq: int) -> Json:
+        """The hash of one row of a chain."""
+        return self._json("GET", f"/audit/chains/{chain}/{seq}")
+
+    def retention(self) -> list[Json]:
+        """How long what is kept, and what is due."""
+        return cast(list[Json], self._json("GET", "/retention")["data"])
+
+    def set_retention(self, name: str, keep_days: int | None) -> Json:
+        """Keep something for so many days; None: for ever."""
+        return self._json("PUT", f"/retention/{name}", json={"keep_days": keep_days})
+
+    def apply_retention(self) -> Json:
+        """Delete what is due now."""
+        return self._json("POST", "/retention/runs", timeout=UPLOAD_TIMEOUT_S)
+
     # ------------------------------------------------------------------------ transport
 
-    def _pages(self, path: str) -> Iterator[Json]:
+    def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:
         after: str | None = None
         while True:
-            params: Json = {"limit": PAGE_SIZE} | ({"after": after} if after else {})
+            params: Json = {"limit": PAGE_SIZE} | (filters or {})
+            if after is not None:
+                params["after"] = after
             page = self._json("GET", path, params=params)
             yield from page["data"]
             if not page.get("has_more"):

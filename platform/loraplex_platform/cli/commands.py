@@ -10,9 +10,12 @@ import typer
 
 from loraplex_platform.cli import (
     adapter_commands,
+    audit_commands,
     bench_commands,
     key_commands,
     process_commands,
+    reconcile_commands,
+    retention_commands,
     tenant_commands,
     user_commands,
 )
@@ -21,6 +24,7 @@ from loraplex_platform.cli.options import DataDirOption, ToolFormat
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"
+_OPERATION = "Operation"
 
 app = typer.Typer(
     name="loraplex",
@@ -38,6 +42,9 @@ app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(user_commands.app, name="users")
+app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
+app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
+app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
 
 
 @app.command(rich_help_panel=_LOCAL)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import timedelta
 
 import structlog
 from sqlalchemy import delete, func
@@ -24,8 +23,6 @@ from loraplex_platform.users import throttle
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 600.0
-# Long enough to answer "who was logged in last week".
-KEEP_SESSIONS = timedelta(days=30)
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +46,9 @@ async def tidy(session: AsyncSession) -> None:
     await delete_expired(session)
     spent = LoginThrottle.window_start <= now - throttle.WINDOW
     await session.execute(delete(LoginThrottle).where(spent))
-    await session.execute(delete(Session).where(Session.expires_at <= now - KEEP_SESSIONS))
+    # How long after their end is retention's setting; no setting of days, and they stay.
+    kept = func.make_interval(0, 0, 0, func.loraplex_keep_days("sessions"))
+    await session.execute(delete(Session).where(Session.expires_at <= now - kept))
 
 
 async def _tidy_forever(

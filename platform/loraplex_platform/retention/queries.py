@@ -27,11 +27,6 @@ _DUE: Final = {
     ),
     "refusals": ("refusals", "at < now() - make_interval(days => :days)"),
     "sessions": ("sessions", "expires_at < now() - make_interval(days => :days)"),
-    "idempotency": ("idempotency", "expires_at < now() - make_interval(days => :days)"),
-}
-# The data plane's keys expire as the admin API's do.
-_ALSO: Final = {
-    "idempotency": ("idempotent_requests", "expires_at < now() - make_interval(days => :days)")
 }
 
 
@@ -87,29 +82,21 @@ async def count_due(session: AsyncSession, name: str) -> int:
     days = (await keep_days(session, [name]))[name]
     if days is None:
         return 0
-    count = 0
-    for table, condition in _tables(name):
-        statement = text(f"select count(*) from {table} where {condition}")  # noqa: S608 # our own
-        count += int((await session.execute(statement, {"days": days})).scalar_one())
-    return count
+    table, condition = _DUE[name]
+    statement = text(f"select count(*) from {table} where {condition}")  # noqa: S608 # our own
+    return int((await session.execute(statement, {"days": days})).scalar_one())
 
 
 async def delete_due(session: AsyncSession, name: str, limit: int) -> int:
-    """Delete what is due, at most `limit` rows of each table; how many."""
+    """Delete what is due, at most `limit` rows; how many."""
     days = (await keep_days(session, [name]))[name]
     if days is None:
         return 0
-    count = 0
-    for table, condition in _tables(name):
-        statement = text(
-            f"delete from {table} where ctid = any(array(select ctid from {table}"  # noqa: S608 # our own
-            f" where {condition} limit :limit for update skip locked))"
-        )
-        result = await session.execute(statement, {"days": days, "limit": limit})
-        assert isinstance(result, CursorResult)  # noqa: S101 # what a DELETE returns
-        count += result.rowcount
-    return count
-
-
-def _tables(name: str) -> list[tuple[str, str]]:
-    return [_DUE[name], *([_ALSO[name]] if name in _ALSO else [])]
+    table, condition = _DUE[name]
+    statement = text(
+        f"delete from {table} where ctid = any(array(select ctid from {table}"  # noqa: S608 # our own
+        f" where {condition} limit :limit for update skip locked))"
+    )
+    result = await session.execute(statement, {"days": days, "limit": limit})
+    assert isinstance(result, CursorResult)  # noqa: S101 # what a DELETE returns
+    return result.rowcount

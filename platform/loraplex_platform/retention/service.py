@@ -8,12 +8,12 @@
 | webhook deliveries | 30 days | 1 | delete, once they are done |
 | refusals | 30 days | 1 | delete |
 | sessions | 30 days past their end | 1 | delete |
-| replies of Idempotency-Keys | until they expire | 0 | delete |
 
 A month of requests goes only as a whole, the oldest first, and only when nothing in it is reserved and
 every day of it is rolled up. Ledger, invoices, rollups and price books are never deleted: no code here,
 and no right of the runtime role, can. The leasts are kept by the database (migration 0008), so that
-nobody who serves can go below them. Outbox messages are the relay's to purge, a day after delivery.
+nobody who serves can go below them. Outbox messages are the relay's to purge, a day after delivery; replies
+kept for an Idempotency-Key live exactly as long as the protocol promises (control/housekeeping.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ RuleName = Literal[
     "webhook_deliveries",
     "refusals",
     "sessions",
-    "idempotency",
 ]
 NAMES: Final[tuple[RuleName, ...]] = get_args(RuleName)
 # The database has them too (ck_retention_settings_least); these make the message.
@@ -49,7 +48,6 @@ LEAST_DAYS: Final[dict[RuleName, int]] = {
     "webhook_deliveries": 1,
     "refusals": 1,
     "sessions": 1,
-    "idempotency": 0,
 }
 BATCH = 10_000
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
@@ -21,6 +22,7 @@ from loraplex_platform.metering.invariant_runs import check_and_keep
 from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.retention import service as retention
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
@@ -37,6 +39,7 @@ PARTITION_INTERVAL_S = 3600.0
 MONTHS_AHEAD = 2
 INVARIANT_INTERVAL_S = 3600.0
 INVARIANT_WINDOW = timedelta(days=2)
+RETENTION_INTERVAL_S = 3600.0
 BACKLOG_INTERVAL_S = 15.0
 PURGE_INTERVAL_S = 600.0
 
@@ -145,6 +148,12 @@ def _loops(
         "Journal entries that could not land, for what is in them.",
         registry=registry,
     )
+    retained = Counter(
+        "loraplex:retention_deleted",
+        "Rows that retention deleted; of requests, months.",
+        ["rule"],
+        registry=registry,
+    )
     holds = Gauge(
         "loraplex:invariant_holds", "1 if the invariant holds.", ["name"], registry=registry
     )
@@ -191,6 +200,10 @@ def _loops(
             if not result.ok:
                 log.error("invariant_broken", name=result.name, detail=result.detail)
 
+    async def retain() -> None:
+        for name, count in (await retention.clean(sessions, SYSTEM)).items():
+            retained.labels(name).inc(count)
+
     return [
         Loop("sweeper", settings.sweep_interval_s, sweep, metrics),
         Loop("journals", settings.journal_interval_s, pull, metrics),
@@ -198,4 +211,5 @@ def _loops(
         Loop("key_use", KEY_USE_INTERVAL_S, note_key_use, metrics),
         Loop("partitions", PARTITION_INTERVAL_S, make_partitions, metrics),
         Loop("invariants", INVARIANT_INTERVAL_S, check, metrics),
+        Loop("retention", RETENTION_INTERVAL_S, retain, metrics),
     ]
