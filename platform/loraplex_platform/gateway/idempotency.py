@@ -34,6 +34,7 @@ from fastapi import Request, Response
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.errors import (
@@ -82,10 +83,14 @@ class Retries:
 
     Args:
         secret: seals the answers that are kept. Under another one they are as if they were not.
+        deadline_s: how long the database is waited for.
     """
 
-    def __init__(self, sessions: SessionFactory, secret: SecretStr) -> None:
+    def __init__(
+        self, sessions: SessionFactory, secret: SecretStr, *, deadline_s: float = 5.0
+    ) -> None:
         self._sessions = sessions
+        self._deadline_s = deadline_s
         self._secret = secret.get_secret_value().encode()
 
     async def begin(
@@ -103,9 +108,7 @@ class Retries:
             return None
         fingerprint = hashlib.sha256(body).digest()
         claim = Claim(caller.tenant_id, caller.key_id, endpoint, key_hash, fingerprint)
-        async with self._sessions() as session:
-            keeps_answers = await queries.keeps_answers(session, caller.tenant_id)
-            first = await queries.find_first(session, claim)
+        keeps_answers, first = await within(self._deadline_s, self._look_up(claim))
         if first is None or first.is_free:
             return Retry(claim, keeps_answers)
         answer = self._open(claim, first) if keeps_answers else None
@@ -138,7 +141,8 @@ class Retries:
                 break
             return None
 
-        first = await run_transaction(self._sessions, work, is_idempotent=True)
+        claiming = run_transaction(self._sessions, work, is_idempotent=True)
+        first = await within(self._deadline_s, claiming)
         if first is not None:
             raise _refusal(claim, first)
 
@@ -155,9 +159,16 @@ class Retries:
             await queries.keep_answer(session, claim, request_id, sealed)
 
         try:
-            await run_transaction(self._sessions, work, is_idempotent=True)
+            keeping = run_transaction(self._sessions, work, is_idempotent=True)
+            await within(self._deadline_s, keeping)
         except UnavailableError as error:
             log.warning("answer_not_kept", reason=error.message)
+
+    async def _look_up(self, claim: Claim) -> tuple[bool, FirstRequest | None]:
+        """Whether the tenant has answers kept, and whom the key stands for."""
+        async with self._sessions() as session:
+            keeps_answers = await queries.keeps_answers(session, claim.tenant_id)
+            return keeps_answers, await queries.find_first(session, claim)
 
     def _open(self, claim: Claim, first: FirstRequest) -> Kept | None:
         sealed = first.sealed_answer
