@@ -6,7 +6,7 @@
     lock            held (flock) while a fleet runs; the kernel lets go of it when the holder dies
     logs/           one log per service, the earlier runs' as .1 to .5
     run/            unix sockets, port files, pid records
-    postgres/ redis/ store/ journal/    the data itself
+    postgres/ redis/ store/ journal/ spool/    the data itself
 
 Everything is readable by its owner only. (As root, the embedded Postgres runs as a user of its own and
 needs to pass through: then folders on its way are 0711, which lets nobody list or read them.)
@@ -55,6 +55,7 @@ class DataDir:
                 data_dir.pids,
                 data_dir.store,
                 data_dir.journal,
+                data_dir.spool,
             ):
                 make_private(folder)
         except OSError as error:
@@ -88,6 +89,11 @@ class DataDir:
     def journal(self) -> Path:
         """The engine's journal."""
         return self.root / "journal"
+
+    @property
+    def spool(self) -> Path:
+        """What the gateway keeps while Postgres is away."""
+        return self.root / "spool"
 
     @property
     def secrets_file(self) -> Path:

@@ -220,6 +220,7 @@ class Fleet:
             | {
                 "LORAPLEX_KEY_PEPPER": self._credentials.key_pepper,
                 "LORAPLEX_SALT_KEY": self._credentials.salt_key,
+                "LORAPLEX_SPOOL_DIR": str(self._data_dir.spool),
                 "LORAPLEX_GATEWAY_HOST": self._options.host,
                 "LORAPLEX_GATEWAY_PORT": str(self._options.gateway_port),
                 "LORAPLEX_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
