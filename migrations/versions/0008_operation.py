@@ -340,6 +340,86 @@ GRANT EXECUTE ON FUNCTION loraplex_months_to_drop(), loraplex_drop_months(),
     loraplex_drop_audit() TO loraplex_app;
 """
 
+# Deleting a tenant: what is theirs goes, what the law wants of a business stays. As the owner, since the
+# serving role may not delete most of it; once erased, a tenant stays so.
+ERASURE = """
+ALTER TABLE tenants ADD COLUMN erased_at TIMESTAMP WITH TIME ZONE;
+ALTER TABLE tenants ADD CONSTRAINT ck_tenants_erased CHECK (erased_at is null or status = 'closed');
+
+CREATE FUNCTION loraplex_erase_tenant(wanted uuid) RETURNS jsonb
+    LANGUAGE plpgsql
+    SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    DECLARE
+        gone text := 'deleted-' || replace(wanted::text, '-', '');
+        own_users uuid[];
+        done jsonb := '{}';
+        counted bigint;
+    BEGIN
+        PERFORM 1 FROM tenants WHERE id = wanted AND erased_at IS NULL FOR UPDATE;
+        IF NOT FOUND THEN
+            RETURN NULL;
+        END IF;
+        -- The last invoices are still to be made out to somebody.
+        INSERT INTO billing_profiles (tenant_id, legal_name, address)
+            SELECT id, name, '' FROM tenants WHERE id = wanted
+            ON CONFLICT DO NOTHING;
+        UPDATE tenants SET status = 'closed', erased_at = now(), slug = gone, name = 'Deleted tenant',
+            replays_answers = false WHERE id = wanted;
+
+        DELETE FROM idempotent_requests WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('stored_answers', counted);
+        DELETE FROM key_model_grants WHERE tenant_id = wanted;
+        DELETE FROM api_key_secrets s USING api_keys k WHERE s.key_id = k.id AND k.tenant_id = wanted;
+        UPDATE api_keys SET status = 'revoked', revoked_at = coalesce(revoked_at, now()),
+            revoke_reason = 'The tenant was deleted.', name = 'deleted', ip_allow = '{}',
+            created_by = NULL, owner_user_id = NULL, version = version + 1
+            WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('api_keys', counted);
+
+        SELECT array_agg(u.id) INTO own_users FROM users u
+            WHERE u.platform_role IS NULL
+            AND EXISTS (SELECT FROM memberships m WHERE m.user_id = u.id AND m.tenant_id = wanted)
+            AND NOT EXISTS (SELECT FROM memberships m
+                WHERE m.user_id = u.id AND m.tenant_id <> wanted);
+        DELETE FROM memberships WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('memberships', counted);
+        DELETE FROM invitations WHERE tenant_id = wanted;
+        DELETE FROM sessions WHERE user_id = ANY (own_users);
+        UPDATE users SET email = 'deleted-' || replace(id::text, '-', '') || '@invalid',
+            password_hash = NULL, oidc_issuer = NULL, oidc_subject = NULL,
+            disabled_at = coalesce(disabled_at, now())
+            WHERE id = ANY (own_users);
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('users', counted);
+
+        UPDATE projects SET name = 'deleted-' || replace(id::text, '-', ''),
+            archived_at = coalesce(archived_at, now()) WHERE tenant_id = wanted;
+        UPDATE deployments SET public_name = 'deleted-' || replace(id::text, '-', ''),
+            archived_at = coalesce(archived_at, now()) WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('deployments', counted);
+        UPDATE deployment_revisions SET params = '{}' WHERE tenant_id = wanted;
+        UPDATE adapters SET name = 'deleted-' || replace(id::text, '-', '') WHERE tenant_id = wanted;
+        UPDATE adapter_versions SET status = 'retired', report = '{}' WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('adapter_versions', counted);
+
+        DELETE FROM webhooks WHERE tenant_id = wanted;
+        GET DIAGNOSTICS counted = ROW_COUNT;
+        done := done || jsonb_build_object('webhooks', counted);
+        DELETE FROM webhook_deliveries WHERE tenant_id = wanted;
+        DELETE FROM refusals WHERE tenant_id = wanted;
+        RETURN done;
+    END
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_erase_tenant(uuid) FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION loraplex_erase_tenant(uuid) TO loraplex_app;
+"""
+
 CHECKS = """
 CREATE TABLE invariant_runs (
     id UUID NOT NULL,
@@ -412,6 +492,8 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON webhooks, webhook_deliveries TO loraplex
 
 # `loraplex_make_partitions` stays: it makes what the catalog says, also before this revision.
 DROP = """
+DROP FUNCTION loraplex_erase_tenant(uuid);
+ALTER TABLE tenants DROP CONSTRAINT ck_tenants_erased, DROP COLUMN erased_at;
 DROP TABLE webhook_deliveries, webhooks, invariant_runs, dropped_months;
 DROP FUNCTION loraplex_drop_audit();
 DROP FUNCTION loraplex_drop_months();
@@ -454,7 +536,7 @@ DROP TABLE audit_heads;
 
 
 def upgrade() -> None:
-    run_sql(AUDIT, PARTITIONS, RETENTION, CHECKS, WEBHOOKS)
+    run_sql(AUDIT, PARTITIONS, RETENTION, CHECKS, WEBHOOKS, ERASURE)
 
 
 def downgrade() -> None:

@@ -32,6 +32,7 @@ class Tenant(Base):
         CheckConstraint("slug ~ '^[a-z0-9][a-z0-9-]{0,62}$'", name="slug"),
         CheckConstraint("priority between -100 and 100", name="priority"),
         CheckConstraint("weight between 0.001 and 1000", name="weight"),
+        CheckConstraint("erased_at is null or status = 'closed'", name="erased"),
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
@@ -47,6 +48,7 @@ class Tenant(Base):
     priority: Mapped[int] = mapped_column(server_default=text("0"))
     weight: Mapped[float] = mapped_column(Double, server_default=text("1"))
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
+    erased_at: Mapped[datetime | None]  # deleted: what was theirs is gone, see erasure/service.py
 
 
 class Project(Base):

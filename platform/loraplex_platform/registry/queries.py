@@ -17,6 +17,7 @@ from loraplex_platform.db import (
     BaseModel,
     Deployment,
     DeploymentRevision,
+    Tenant,
 )
 from loraplex_platform.ids import uuid7
 from loraplex_platform.registry.base_model import BaseModelFacts
@@ -130,8 +131,15 @@ async def find_version_by_digest(
 
 
 async def digests_in_use(session: AsyncSession, digests: Sequence[str]) -> set[str]:
-    """Those that some version of any tenant has: the platform's own look at its store."""
-    statement = select(AdapterVersion.digest).where(AdapterVersion.digest.in_(digests))
+    """Those that some version of any tenant has: the platform's own look at its store.
+
+    A deleted tenant's versions are names in old bills, and hold nothing.
+    """
+    statement = (
+        select(AdapterVersion.digest)
+        .join(Tenant, Tenant.id == AdapterVersion.tenant_id)
+        .where(AdapterVersion.digest.in_(digests), Tenant.erased_at.is_(None))
+    )
     return set((await session.scalars(statement)).all())
 
 

@@ -90,6 +90,17 @@ class AdapterIntake:
             log.info("adapter_orphans_deleted", count=count)
         return count
 
+    async def forget(self, digest: str) -> bool:
+        """Delete a stored adapter that no tenant has any more, unless it was put within the hour.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        async with self._sessions() as session:
+            if await queries.digests_in_use(session, [digest]):
+                return False
+        return await asyncio.to_thread(self._store.delete, digest, age_s=ORPHAN_AGE_S)
+
     async def vet(self, tenant_id: UUID, upload: Upload) -> Stored | Vetted:
         """Check an upload through all stages; the version if the tenant has it already.
 
