@@ -55,6 +55,7 @@ def _explain(error: Exception) -> int | None:
         ("loraplex_platform.db.session", "DatabaseUnavailableError"),
         ("loraplex_platform.db.migrate", "SchemaMismatchError"),
         ("loraplex_platform.db.migrate", "ServingRoleError"),
+        ("loraplex_platform.backup.errors", "BackupError"),
     )
     is_expected = isinstance(error, CommandError) or any(_is_a(error, *name) for name in expected)
     if not is_expected:

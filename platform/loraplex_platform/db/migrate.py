@@ -214,10 +214,15 @@ def compare_with_models(settings: DatabaseSettings) -> None:
 
 def head_revision() -> str:
     """The newest revision this program knows."""
-    head = ScriptDirectory.from_config(_config()).get_current_head()
+    head = scripts().get_current_head()
     if head is None:
         raise FileNotFoundError(f"there are no migrations in {_migrations_folder()}")
     return head
+
+
+def scripts() -> ScriptDirectory:
+    """All migrations that this program knows."""
+    return ScriptDirectory.from_config(_config())
 
 
 def _migrations_folder() -> Path:
@@ -236,10 +241,9 @@ def _config(connection: Connection | None = None) -> Config:
 
 def _state(connection: Connection) -> tuple[SchemaState, str | None]:
     found = _revision(connection)
-    scripts = ScriptDirectory.from_config(_config())
-    if found == scripts.get_current_head():
+    if found == head_revision():
         return SchemaState.CURRENT, found
-    known = {script.revision for script in scripts.walk_revisions()}
+    known = {script.revision for script in scripts().walk_revisions()}
     is_ahead = found is not None and found not in known
     return (SchemaState.AHEAD if is_ahead else SchemaState.BEHIND), found
 

@@ -1,0 +1,1 @@
+"""Backup and restore: the database and the adapter store, as one consistent state."""
