@@ -37,7 +37,7 @@ def reconcile(
     Exit code 0: all of them hold; 1: one is broken, and the table says
     which and where; 2: that could not be found out. Needs
     LORAPLEX_DATABASE_URL, or a running `loraplex up`; nothing else has to
-    run. With LORAPLEX_REDIS_URL the mirrors in Redis are compared too.
+    run. With LORAPLEX_REDIS_URL what Redis counts as running is compared too.
 
     Examples:
 
@@ -91,15 +91,22 @@ async def _check(
     from loraplex_platform.db.session import open_database
     from loraplex_platform.metering.invariant_runs import check_and_keep
     from loraplex_platform.metering.invariants import check_invariants
+    from loraplex_platform.rates.invariant import checks_of_redis
+    from loraplex_platform.settings import RedisSettings
 
     await asyncio.to_thread(check, settings)
     since = None if since_days is None else datetime.now(UTC) - timedelta(days=since_days)
     # Long books take long, and nobody waits for this one but who asked.
+    extra = checks_of_redis(RedisSettings().redis_url)
     async with open_database(settings, statement_timeout_s=None) as database:
         # Whoever asks may own the database: it is those who serve that must not.
         if not is_kept:
-            return await check_invariants(database.sessions, since=since, is_serving=False)
-        return await check_and_keep(database.sessions, "reconcile", since=since, is_serving=False)
+            return await check_invariants(
+                database.sessions, since=since, is_serving=False, extra=extra
+            )
+        return await check_and_keep(
+            database.sessions, "reconcile", since=since, is_serving=False, extra=extra
+        )
 
 
 def _as_json(report: InvariantReport) -> dict[str, Any]:
