@@ -7,10 +7,10 @@ Built once in each `main` and passed down. A missing or weak secret stops the st
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIN_SECRET_CHARS = 32
@@ -65,6 +65,12 @@ class DatabaseSettings(_Settings):
         return url
 
 
+class RedisSettings(_Settings):
+    """Where Redis is, for those who can do without."""
+
+    redis_url: SecretStr | None = None
+
+
 class MigrationSettings(DatabaseSettings):
     """The schema's owner, and the login that it makes for the serving processes."""
 
@@ -92,6 +98,14 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     header_hold_s: float = 30.0  # how long headers wait for the engine's first event
     request_timeout_s: float = 600.0
     drain_grace_s: float = 30.0
+    # How long a request waits for Postgres, each of the few times that it does, before it is refused.
+    database_deadline_s: float = Field(default=5.0, ge=0.1, le=15.0)
+    # How long after a gateway's death its requests are settled by others, and what they hold is free.
+    request_lease_s: float = Field(default=20.0, ge=1.0, le=300.0)
+    # Where endings wait while Postgres is away: a folder that outlives this process. Several gateways
+    # may share it. None: they wait in memory, and what a crash loses of them the sweeper settles.
+    spool_dir: Path | None = None
+    spool_max_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
     ping_interval_s: float = 10.0  # between comments on a stream in which nothing happens
     # How the model writes tool calls; auto: as its chat template says.
     tool_format: ToolFormatName = "auto"
@@ -105,6 +119,18 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     # and after this long without it. 0: they are read for every request.
     key_cache_s: float = Field(default=5.0, ge=0, le=5)
     curve_secret_key_file: Path | None = None
+    # Where a test lets this process fail, see gateway/failpoints.py.
+    failpoint: str | None = None
+    allow_failpoints: bool = False
+
+    @model_validator(mode="after")
+    def _only_tests_fail(self) -> Self:
+        if self.failpoint and not self.allow_failpoints:
+            raise ValueError(
+                "LORAPLEX_FAILPOINT makes this gateway fail, for tests: unset it (or, in a test, set"
+                " LORAPLEX_ALLOW_FAILPOINTS=1)"
+            )
+        return self
 
 
 class ControlSettings(DatabaseSettings, ModelSettings):
