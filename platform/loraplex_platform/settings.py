@@ -85,6 +85,18 @@ class ModelSettings(_Settings):
     base_model: str = "smollm2-135m"
 
 
+class IssuerSettings(_Settings):
+    """Who issues invoices. Without a name drafts can be made, but none is finalised."""
+
+    issuer_name: str | None = Field(default=None, max_length=200)
+    issuer_address: str = Field(default="", max_length=1000)  # lines, separated by "\\n" or "|"
+    issuer_email: str | None = Field(default=None, max_length=254)
+    issuer_tax_id: str | None = Field(default=None, max_length=64)
+    issuer_payment: str | None = Field(default=None, max_length=400)  # how to pay, in words
+    # Numbers are this and a count without gaps: INV-000001. Another series begins at 1.
+    invoice_series: str = Field(default="INV", pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]{0,19}$")
+
+
 class GatewaySettings(DatabaseSettings, ModelSettings):
     """The data plane."""
 
@@ -133,7 +145,7 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
         return self
 
 
-class ControlSettings(DatabaseSettings, ModelSettings):
+class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings):
     """The admin API."""
 
     redis_url: SecretStr | None = None
@@ -161,13 +173,16 @@ class ControlSettings(DatabaseSettings, ModelSettings):
     curve_secret_key_file: Path | None = None
 
 
-class WorkerSettings(DatabaseSettings):
+class WorkerSettings(DatabaseSettings, IssuerSettings):
     """Sweeper, journal puller, replica mirror."""
 
     redis_url: SecretStr | None = None
     sweep_interval_s: float = 1.0
     journal_interval_s: float = 0.5
     lease_grace_s: float = 5.0
+    rollup_interval_s: float = 2.0
+    # Days after a month's end when its draft becomes a final invoice; None: somebody does it by hand.
+    invoice_finalize_after_days: float | None = Field(default=None, ge=0)
     replica_lost_after_s: float = 30.0  # how long the sweeper waits for a silent replica's journal
     worker_host: str = "127.0.0.1"
     worker_port: int = 0  # /live and /metrics; 0: any free one
