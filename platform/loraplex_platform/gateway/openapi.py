@@ -223,9 +223,33 @@ _REASONS: Final = {
     " was billed: `first_request` has its id and usage.",
     "413": "The body is too large.",
     "422": "The `Idempotency-Key` was used with another body.",
+    "429": "A rate, concurrency or usage limit does not allow it; the message says which one, its value,"
+    " its use and when it is reset. `rate_limit_exceeded`: `Retry-After` says when to retry."
+    " `insufficient_quota`: `x-should-retry: false`. `too_many_attempts`: too many unknown keys came from"
+    " this address.",
     "500": "The engine or the gateway failed; nothing is billed.",
     "503": "No engine is ready, or something else we need is down; `Retry-After` says when to retry.",
     "504": "The request took longer than a request may; nothing is billed.",
+}
+# Of several limits the tightest one; only where there is one of that kind.
+_RATE_HEADERS: Final = {
+    f"x-ratelimit-{name}-{kind}": {
+        "description": f"{text} ({kind} a minute).",
+        "required": False,
+        "schema": {"type": "string" if name == "reset" else "integer"},
+    }
+    for kind in ("requests", "tokens")
+    for name, text in (
+        ("limit", "The limit"),
+        ("remaining", "What is left of it"),
+        ("reset", "Until nothing of it is used, as `350ms` or `1m30s`"),
+    )
+} | {
+    "x-loraplex-rate-limits": {
+        "description": "`degraded`: the limits were checked by this gateway alone.",
+        "required": False,
+        "schema": {"type": "string", "enum": ["degraded"]},
+    }
 }
 _BEARER: Final[list[dict[str, list[str]]]] = [{"key": []}]
 
@@ -256,8 +280,8 @@ def _route(
     extra: dict[str, Any] = {
         "security": _BEARER,
         "responses": {
-            "200": {"description": "The answer.", "content": answer},
-            **_errors("401", "403", *errors, "500", "503"),
+            "200": {"description": "The answer.", "headers": _RATE_HEADERS, "content": answer},
+            **_errors("401", "403", *errors, "429", "500", "503"),
         },
     }
     if body is not None:
