@@ -1,0 +1,564 @@
+"""The table of faults: each case breaks something under traffic and says what every client got.
+
+What must be true afterwards is the same for all of them (`World.judge`), what a case says beside that
+is asserted where it is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from loraplex_platform.gateway.failpoints import Point
+
+from tests.chaos.world import DATABASE_DEADLINE_S, LEASE_S, Answer, ProcessUnderTest, World, told
+from tests.platform.gateway import tiny_model
+from tests.platform.gateway.stand import eventually, says
+from tests.support.pausing import paused
+
+# A refusal says so by the deadline; the rest is what a machine with two cores needs for all at once.
+SLACK_S = 3.0
+# What a request may wait for the books once it has ended, see gateway/books.py.
+ANSWER_WAIT_S = 3.0
+# The promise of rates/redis_client.py is 0.1 s a call; a request makes a few.
+REDIS_WAIT_S = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        run: breaks something; what the clients got.
+        in_ci: one of the few that every change is tested with.
+        recovers_s: by when nothing may be held or reserved any more, after the last client has gone.
+        limit: of the tenant, in tokens.
+    """
+
+    name: str
+    run: Callable[[World], Awaitable[list[Answer]]]
+    in_ci: bool = False
+    recovers_s: float = LEASE_S + 8.0
+    limit: int = 10_000_000
+
+
+CASES: list[Case] = []
+
+
+def case(
+    name: str, **options: object
+) -> Callable[
+    [Callable[[World], Awaitable[list[Answer]]]], Callable[[World], Awaitable[list[Answer]]]
+]:
+    """Add a case to the table."""
+
+    def add(
+        run: Callable[[World], Awaitable[list[Answer]]],
+    ) -> Callable[[World], Awaitable[list[Answer]]]:
+        CASES.append(Case(name, run, **options))  # type: ignore[arg-type] # of Case
+        return run
+
+    return add
+
+
+# ---------------------------------------------------------------------------- gateways that die
+
+# Inside a transaction is certain only if the database takes its time over it.
+_SLOW = """
+create function chaos_slow() returns trigger language plpgsql as
+    $$ begin perform pg_sleep(0.4); return new; end $$;
+create trigger chaos_slow before insert on {table} for each row execute function chaos_slow();
+"""
+_SLOW_NO_MORE = "drop function chaos_slow() cascade"
+
+
+async def _kill_at(world: World, point: str, *, is_stream: bool) -> list[Answer]:
+    inside = {"inside_tx1": "requests", "inside_tx2": "ledger"}.get(point)
+    what = f"{point}:kill(0.2)" if inside else f"{point}:kill#3"
+    world.speak(token_delay_s=0.005)
+    if inside:
+        with world.owner() as owner:
+            owner.execute(_SLOW.format(table=inside))
+    try:
+        async with world.gateway(failpoint=what) as gateway:
+            answers = await world.ask_many([gateway], 6, is_stream=is_stream)
+            async with asyncio.timeout(20):
+                code = await gateway.process.wait()
+            assert code == -signal.SIGKILL, code
+    finally:
+        if inside:
+            with world.owner() as owner:
+                owner.execute(_SLOW_NO_MORE)
+    return answers
+
+
+def _add_kills() -> None:
+    for point in get_args(Point):
+        for is_stream in (False, True):
+            if point in ("clock",):
+                continue
+            kind = "stream" if is_stream else "whole"
+
+            async def run(
+                world: World, point: str = point, is_stream: bool = is_stream
+            ) -> list[Answer]:
+                return await _kill_at(world, point, is_stream=is_stream)
+
+            in_ci = (point, is_stream) in {
+                ("inside_tx1", False),
+                ("mid_stream", True),
+                ("inside_tx2", True),
+            }
+            CASES.append(Case(f"kill -9 {point}, {kind}", run, in_ci=in_ci))
+
+
+_add_kills()
+
+
+@case("kill -9 of a gateway with 40 in flight, two sweepers")
+async def two_sweepers(world: World) -> list[Answer]:
+    """Both find the same requests due at the same moment."""
+    world.speak(token_delay_s=0.2)
+    async with world.worker(), world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 40))
+        await world.has_running(40)
+        gateway.kill()
+        return await asking
+
+
+@case("a gateway that stands still for longer than its lease")
+async def frozen_gateway(world: World) -> list[Answer]:
+    """The sweeper takes over; the gateway comes back, and finds its lease token outdated."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 8))
+        await world.has_running(8)
+        with paused(gateway.process.pid):
+            await asyncio.sleep(LEASE_S + 3.0)
+        return await asking
+
+
+@case("SIGTERM under load")
+async def sigterm(world: World) -> list[Answer]:
+    """Running requests end in order, new ones hear 503."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway(drain_grace_s=10) as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 20))
+        await world.has_running(20)
+        gateway.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        late = await world.ask_many([gateway], 4)
+        answers = await asking
+        assert await gateway.process.wait() == 0
+    assert all(answer.is_whole for answer in answers), told(answers)
+    assert not any(answer.is_whole for answer in late), told(late)
+    return answers + late
+
+
+@case("SIGTERM without grace under load")
+async def sigterm_now(world: World) -> list[Answer]:
+    """Streams are told, nothing is billed."""
+    world.speak(token_delay_s=0.1)
+    async with world.gateway(drain_grace_s=0) as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 20))
+        await world.has_running(20)
+        gateway.process.send_signal(signal.SIGTERM)
+        answers = await asking
+        assert await gateway.process.wait() == 0
+    assert {answer.code for answer in answers} == {"draining"}, told(answers)
+    return answers
+
+
+# ---------------------------------------------------------------------------- clients
+
+
+@case("clients leave at random bytes")
+async def aborts(world: World) -> list[Answer]:
+    """Of 60 streams most are broken off: in the head, in a frame, after the last token."""
+    chance = random.Random(7)
+    world.speak(token_delay_s=0.01)
+    async with world.gateway() as gateway:
+        return await asyncio.gather(
+            *(
+                world.ask(
+                    gateway,
+                    is_stream=number % 4 != 0,
+                    leaves_after_bytes=None if number % 5 == 0 else chance.randrange(1, 6000),
+                )
+                for number in range(60)
+            )
+        )
+
+
+@case("each request five times, under one Idempotency-Key")
+async def five_times(world: World) -> list[Answer]:
+    """Three at once and two after: one is run, one is billed."""
+    world.speak(token_delay_s=0.01)
+    assert world.customer is not None
+    async with AsyncExitStack() as stack:
+        gateways = [await stack.enter_async_context(world.gateway()) for _ in range(2)]
+
+        async def one(number: int) -> list[Answer]:
+            key = {"Idempotency-Key": f"{world.customer}-{number}"[-200:]}
+            first = await world.ask_many(gateways, 3, headers=key, is_stream=False)
+            later = [await world.ask(gateway, headers=key) for gateway in gateways]
+            assert sum(a.is_whole for a in first) == 1, told(first)
+            assert {a.code for a in later} == {"idempotency_completed"}, told(later)
+            return first + later
+
+        answers = await asyncio.gather(*(one(number) for number in range(10)))
+    flat = [answer for five in answers for answer in five]
+    assert sum(answer.is_whole for answer in flat) == 10
+    return flat
+
+
+@case("a lost answer is asked for again under its Idempotency-Key, of another gateway")
+async def lost_answer(world: World) -> list[Answer]:
+    """The gateway dies between the books and the answer: billed, and not run again."""
+    world.speak()
+    key = {"Idempotency-Key": f"lost-{random.getrandbits(64)}"}
+    async with world.gateway() as second:
+        async with world.gateway(failpoint="after_tx2:kill") as first:
+            lost = await world.ask(first, headers=key)
+        again = await world.ask(second, headers=key)
+    assert not lost.is_whole
+    assert again.code == "idempotency_completed", again
+    return [lost, again]
+
+
+# ---------------------------------------------------------------------------- engines
+
+
+@case("engine killed before its first token")
+async def engine_in_prefill(world: World) -> list[Answer]:
+    """Nothing is billed; the next requests hear 503 until it is back."""
+    world.speak(first_token_delay_s=5.0)
+    return await _kill_engine(world)
+
+
+@case("engine killed while it decodes")
+async def engine_in_decode(world: World) -> list[Answer]:
+    """What had come is absorbed."""
+    world.speak(token_delay_s=0.1)
+    return await _kill_engine(world)
+
+
+async def _kill_engine(world: World) -> list[Answer]:
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 12))
+        await world.has_running(12)
+        await asyncio.sleep(0.3)
+        await world.engine.crash()
+        answers = await asking
+        await world.engine.start()
+        world.speak()
+        await eventually(lambda: _has_engine(gateway), "the engine again")
+        after = await world.ask_many([gateway], 4)
+    assert {answer.code for answer in answers} == {"engine_lost"}, told(answers)
+    assert all(answer.is_whole for answer in after), told(after)
+    return answers + after
+
+
+async def _has_engine(gateway: ProcessUnderTest) -> bool:
+    return bool((await gateway.ready())["engines_ready"])
+
+
+@case("gateway and engine killed together")
+async def both_die(world: World) -> list[Answer]:
+    """A double fault: what was seen by nobody is absorbed or void, never billed."""
+    world.speak(token_delay_s=0.1)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 12))
+        await world.has_running(12)
+        gateway.kill()
+        await world.engine.crash()
+        answers = await asking
+    await asyncio.sleep(0.5)
+    await world.engine.start()
+    return answers
+
+
+# ---------------------------------------------------------------------------- Redis
+
+
+@case("Redis stands still", in_ci=True)
+async def redis_paused(world: World) -> list[Answer]:
+    """Requests go on without it, none waits for long."""
+    world.speak()
+    async with world.gateway() as gateway:
+        with paused(world.redis.pid):
+            answers = [await world.ask(gateway, is_stream=n % 2 == 0) for n in range(6)]
+        answers += await world.ask_many([gateway], 6)
+    assert all(answer.is_whole for answer in answers), told(answers)
+    slowest_s = max(answer.elapsed_s for answer in answers)
+    assert slowest_s < REDIS_WAIT_S + SLACK_S, slowest_s
+    return answers
+
+
+@case("Redis killed and started empty")
+async def redis_killed(world: World) -> list[Answer]:
+    """Nothing in it was worth keeping."""
+    world.speak(token_delay_s=0.01)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 12))
+        await world.has_running(12)
+        world.restart_redis()
+        answers = await asking + await world.ask_many([gateway], 12)
+    assert all(answer.is_whole for answer in answers), told(answers)
+    return answers
+
+
+@case("Redis flushed under load")
+async def redis_flushed(world: World) -> list[Answer]:
+    """Again and again."""
+    import redis
+
+    world.speak(token_delay_s=0.01)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 40))
+        with redis.Redis.from_url(world.redis.url) as client:
+            for _ in range(20):
+                client.flushall()
+                await asyncio.sleep(0.05)
+        answers = await asking
+    assert all(answer.is_whole for answer in answers), told(answers)
+    return answers
+
+
+# ---------------------------------------------------------------------------- Postgres
+
+
+@case("Postgres stands still", in_ci=True, recovers_s=25.0)
+async def postgres_paused(world: World) -> list[Answer]:
+    """What runs is answered in time and billed after; what is new is refused by the deadline."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 10))
+        await world.has_running(10)
+        with paused(world.postgres.pid):
+            answers = await asking
+            refused = await world.ask_many([gateway], 6)
+            spool = (await gateway.ready())["spool"]
+        assert all(answer.is_whole for answer in answers), told(answers)
+        assert not any(answer.is_whole for answer in refused), told(refused)
+        assert {answer.status for answer in refused} == {503}, told(refused)
+        assert max(a.elapsed_s for a in refused) < DATABASE_DEADLINE_S + SLACK_S, refused
+        assert max(a.elapsed_s for a in answers) < 2.0 + ANSWER_WAIT_S + SLACK_S, answers
+        assert spool == {"pending": 10, "writable": True}, spool
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        return answers + refused
+
+
+async def _has_spooled(gateway: ProcessUnderTest, count: int) -> bool:
+    return bool((await gateway.ready())["spool"]["pending"] == count)
+
+
+@case("Postgres killed under load", recovers_s=45.0)
+async def postgres_killed(world: World) -> list[Answer]:
+    """kill -9 of the server; it comes back on the same files."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 20))
+        await world.has_running(20)
+        await asyncio.to_thread(world.postgres.process.kill)  # type: ignore[union-attr] # our child
+        answers = await asking
+        refused = await world.ask_many([gateway], 4)
+        world.restart_postgres()
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        after = await world.ask_many([gateway], 4)
+    assert all(answer.is_whole for answer in answers), told(answers)
+    assert not any(answer.is_whole for answer in refused), told(refused)
+    assert all(answer.is_whole for answer in after), told(after)
+    return answers + refused + after
+
+
+_TERMINATES = """
+create sequence chaos_count;
+create function chaos_terminate() returns trigger language plpgsql security definer as $$ begin
+    if nextval('chaos_count') % 3 = 0 then perform pg_terminate_backend(pg_backend_pid()); end if;
+    return null;
+end $$;
+create constraint trigger chaos_terminate_tx1 after insert on requests
+    deferrable initially deferred for each row execute function chaos_terminate();
+create constraint trigger chaos_terminate_tx2 after insert on ledger
+    deferrable initially deferred for each row execute function chaos_terminate();
+"""
+_TERMINATES_NO_MORE = "drop function chaos_terminate() cascade; drop sequence chaos_count"
+
+
+@case("every third backend is terminated at its COMMIT")
+async def terminated(world: World) -> list[Answer]:
+    """Of reserve and settle alike: the second try does it."""
+    world.speak()
+    with world.owner() as owner:
+        owner.execute(_TERMINATES)
+    try:
+        async with world.gateway() as gateway:
+            answers = []
+            for _ in range(10):
+                answers += await world.ask_many([gateway], 4)
+            await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+    finally:
+        with world.owner() as owner:
+            owner.execute(_TERMINATES_NO_MORE)
+    codes = {answer.code for answer in answers if not answer.is_whole}
+    assert codes <= {"database_unavailable"}, told(answers)
+    assert sum(answer.is_whole for answer in answers) > 20, told(answers)
+    return answers
+
+
+# ---------------------------------------------------------------------------- the spool
+
+
+@case("disk full on the spool", recovers_s=45.0)
+async def disk_full(world: World) -> list[Answer]:
+    """Some endings are kept on disk and the rest in memory; readiness says so; all are billed."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway(max_file_bytes=4096) as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 30))
+        await world.has_running(30)
+        with paused(world.postgres.pid):
+            answers = await asking
+            spool = (await gateway.ready())["spool"]
+        assert 0 < spool["pending"] < 30, spool
+        assert not spool["writable"], spool
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        assert all(answer.is_whole for answer in answers), told(answers)
+        return answers
+
+
+@case("gateway killed with a full spool, five copies of which are replayed", recovers_s=45.0)
+async def spool_of_the_dead(world: World) -> list[Answer]:
+    """A double fault, and duplicate delivery: once is once."""
+    world.speak(token_delay_s=0.02)
+    spool = world.folder / "spool"
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 12))
+        await world.has_running(12)
+        with paused(world.postgres.pid):
+            answers = await asking
+            assert (await gateway.ready())["spool"]["pending"] == 12
+            gateway.kill()
+            await gateway.process.wait()
+            _copy_spools(spool, 4)
+    assert all(answer.is_whole for answer in answers), told(answers)
+    async with world.gateway() as first, world.gateway() as second:
+        await eventually(lambda: _count_spools(spool) <= 2, "the copies gone")
+        for gateway in (first, second):
+            await eventually(
+                lambda gateway=gateway: _has_spooled(gateway, 0),  # type: ignore[misc]
+                "the spool's end",
+            )
+        return answers
+
+
+def _copy_spools(folder: Path, times: int) -> None:
+    for path in list(folder.glob("*.spool")):
+        if path.stat().st_size:
+            for number in range(times):
+                shutil.copy(path, path.with_name(f"copy-{number}-{path.name}"))
+
+
+def _count_spools(folder: Path) -> int:
+    return len(list(folder.glob("*.spool")))
+
+
+# ---------------------------------------------------------------------------- clocks
+
+
+@case("a gateway's clock jumps an hour ahead")
+async def clock_ahead(world: World) -> list[Answer]:
+    """It refuses from then on, what runs there ends well, and the others serve."""
+    return await _jump(world, 3600)
+
+
+@case("a gateway's clock jumps an hour back")
+async def clock_back(world: World) -> list[Answer]:
+    """As ahead."""
+    return await _jump(world, -3600)
+
+
+async def _jump(world: World, seconds: int) -> list[Answer]:
+    world.speak(token_delay_s=0.02)
+    # Counted are all requests, those for /ready as well: the jump is somewhere in the second half.
+    async with (
+        world.gateway(failpoint=f"clock:skew({seconds})#30") as wrong,
+        world.gateway() as right,
+    ):
+        before = await world.ask_many([wrong, right], 8)
+        for _ in range(30):
+            await wrong.ready()
+        after_wrong = await world.ask_many([wrong], 8)
+        after_right = await world.ask_many([right], 8)
+    assert {answer.code for answer in after_wrong} == {"clock_skew"}, told(after_wrong)
+    whole = before[1::2] + after_right
+    assert all(answer.is_whole for answer in whole), told(whole)
+    return before + after_wrong + after_right
+
+
+# ---------------------------------------------------------------------------- races for a budget
+
+# Of `World.ask`, under the tiny model's template.
+_PROMPT_TOKENS = len(
+    tiny_model.ids_of(
+        "<|im_start|>system\nYou are helpful<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+)
+RACE_TOKENS = 20  # the completion's max_tokens, all of which is said
+
+
+async def race(world: World, num_clients: int, num_paid: int) -> list[Answer]:
+    """Three gateways, and a budget for so many of their clients."""
+    world.engine.script = says("x" * 100, end=False)
+    async with AsyncExitStack() as stack:
+        gateways = await asyncio.gather(
+            *(stack.enter_async_context(world.gateway()) for _ in range(3))
+        )
+        answers = await world.ask_many(gateways, num_clients, max_tokens=RACE_TOKENS)
+    whole = [answer for answer in answers if answer.is_whole]
+    refused = {answer.code for answer in answers if not answer.is_whole}
+    assert len(whole) == num_paid, told(answers)
+    assert refused <= {"insufficient_quota"}, told(answers)
+    assert {answer.usage[0] for answer in whole if answer.usage} == {_PROMPT_TOKENS}
+    return answers
+
+
+@case(
+    "three gateways, 60 clients, a budget for 15",
+    in_ci=True,
+    limit=15 * (_PROMPT_TOKENS + RACE_TOKENS),
+)
+async def small_race(world: World) -> list[Answer]:
+    """The same as the next, for every change."""
+    return await race(world, 60, 15)
+
+
+@case("three gateways, 200 clients, a budget for 50", limit=50 * (_PROMPT_TOKENS + RACE_TOKENS))
+async def large_race(world: World) -> list[Answer]:
+    """No gateway knows what the others have admitted; the database does."""
+    return await race(world, 200, 50)
+
+
+@case(
+    "three gateways, 200 clients, a budget for 50; one gateway killed",
+    limit=50 * (_PROMPT_TOKENS + RACE_TOKENS),
+)
+async def race_with_a_death(world: World) -> list[Answer]:
+    """What the dead one held is free again within its lease."""
+    world.engine.script = says("x" * 100, end=False, token_delay_s=0.01)
+    async with AsyncExitStack() as stack:
+        gateways = await asyncio.gather(
+            *(stack.enter_async_context(world.gateway()) for _ in range(3))
+        )
+        asking = asyncio.create_task(world.ask_many(gateways, 200, max_tokens=RACE_TOKENS))
+        await world.has_running(10)
+        gateways[0].kill()
+        return await asking
