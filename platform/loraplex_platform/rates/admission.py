@@ -134,7 +134,8 @@ class Admission:
     @property
     def headers(self) -> dict[str, str]:
         """For its answer."""
-        return rate_headers(self.views, is_degraded=self.is_degraded)
+        is_degraded = self.is_degraded and bool(self.claim.limits.rates)
+        return rate_headers(self.views, is_degraded=is_degraded)
 
 
 def rate_headers(views: Iterable[LimitView], *, is_degraded: bool = False) -> dict[str, str]:
