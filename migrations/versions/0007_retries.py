@@ -32,10 +32,26 @@ CREATE TABLE idempotent_requests (
 );
 CREATE INDEX ix_idempotent_requests_expires_at ON idempotent_requests (expires_at);
 
+-- Who does not want answers kept any more has none of them kept.
+CREATE FUNCTION loraplex_forget_answers() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    BEGIN
+        UPDATE idempotent_requests SET sealed_answer = NULL
+            WHERE tenant_id = NEW.id AND sealed_answer IS NOT NULL;
+        RETURN NULL;
+    END
+    $$;
+CREATE TRIGGER tenants_forget_answers AFTER UPDATE OF replays_answers ON tenants
+    FOR EACH ROW WHEN (OLD.replays_answers AND NOT NEW.replays_answers)
+    EXECUTE FUNCTION loraplex_forget_answers();
+
 GRANT SELECT, INSERT, UPDATE, DELETE ON idempotent_requests TO loraplex_app;
 """
 
 DROP = """
+DROP TRIGGER tenants_forget_answers ON tenants;
+DROP FUNCTION loraplex_forget_answers();
 DROP TABLE idempotent_requests;
 ALTER TABLE tenants DROP COLUMN replays_answers;
 """

@@ -117,7 +117,7 @@ GRANT SELECT ON base_models TO loraplex_tenant;
 
 # What a member's request may write; which role may is the control API's table of permissions.
 WRITES = """
-GRANT UPDATE (name, billing_tz, row_version) ON tenants TO loraplex_tenant;
+GRANT UPDATE (name, billing_tz, replays_answers, row_version) ON tenants TO loraplex_tenant;
 GRANT INSERT, UPDATE, DELETE ON memberships, key_model_grants, webhooks, webhook_deliveries
     TO loraplex_tenant;
 GRANT INSERT, UPDATE ON invitations, projects, api_keys, adapters, deployments TO loraplex_tenant;
