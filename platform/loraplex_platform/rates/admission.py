@@ -56,11 +56,13 @@ class Claim:
 
     def shares(self) -> Iterator[Share]:
         """Its limits by whose they are: the tenant's own first, then those shared with others."""
-        own = tuple(limit for limit in self.limits.rates if limit.owner_tenant_id is not None)
-        shared = tuple(limit for limit in self.limits.rates if limit.owner_tenant_id is None)
-        yield Share(self.tenant_id, own)
-        if shared:
-            yield Share(None, shared)
+        names = keys.names_of(self.limits.rates)
+        for owner in (self.tenant_id, None):
+            limits = tuple(
+                x for x in self.limits.rates if (x.owner_tenant_id is None) == (not owner)
+            )
+            if limits or owner is not None:
+                yield Share(owner, limits, tuple(names[limit.limit_id] for limit in limits))
 
 
 def _tokens(metric: RateMetric, use: TokenUse) -> int:
@@ -74,10 +76,16 @@ def _tokens(metric: RateMetric, use: TokenUse) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The limits that one script looks at. `owner` None: limits that tenants share."""
+    """The limits that one script looks at.
+
+    Attributes:
+        owner: None: limits that tenants share.
+        keys: one for each limit.
+    """
 
     owner: UUID | None
     limits: tuple[RateLimit, ...]
+    keys: tuple[str, ...]
 
     @property
     def tag(self) -> str:
@@ -85,14 +93,10 @@ class Share:
         return keys.tag_of(self.owner)
 
     @property
-    def keys(self) -> list[str]:
-        """One for each limit."""
-        return [keys.limit(self.tag, limit) for limit in self.limits]
-
-    @property
     def place_keys(self) -> list[str]:
         """Those in which an admitted request holds a place."""
-        return [keys.limit(self.tag, x) for x in self.limits if x.metric == "concurrency"]
+        named = zip(self.limits, self.keys, strict=True)
+        return [name for limit, name in named if limit.metric == "concurrency"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class RateLimitedError(LimitError):
 
 def _explain(claim: Claim, view: LimitView) -> str:
     limit = view.limit
-    name = limit_name(limit.metric, "now" if limit.metric == "concurrency" else "minute")
+    name = limit_name(limit.metric, "none" if limit.metric == "concurrency" else "minute")
     scope = scope_name(limit.scope_kind)
     needed = claim.amount(limit.metric)
     if limit.value <= 0:

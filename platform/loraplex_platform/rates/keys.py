@@ -6,6 +6,7 @@ or a limit that is written anew keeps its use.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from uuid import UUID
 
 from loraplex_platform.quotas.records import RateLimit
@@ -38,12 +39,23 @@ def admission(tag: str, request_id: UUID) -> str:
     return f"lpx:{{{tag}}}:admission:{request_id.hex}"
 
 
-def limit(tag: str, limit: RateLimit) -> str:
-    """A bucket, or a gauge of places."""
-    return scope(tag, limit.metric, limit.scope_kind, limit.scope_id)
+def names_of(limits: Iterable[RateLimit]) -> dict[UUID, str]:
+    """Where each limit's use is kept, by the limit's id.
+
+    A second rate of one scope and metric (a raise for some time) has a bucket of its own; a place is
+    the same place for all limits of its scope.
+    """
+    names: dict[UUID, str] = {}
+    for limit in sorted(limits, key=lambda one: one.limit_id):
+        tag = tag_of(limit.owner_tenant_id)
+        name = scope(tag, limit.metric, limit.scope_kind, limit.scope_id)
+        if limit.metric != "concurrency" and name in names.values():
+            name = f"{name}:{limit.limit_id.hex}"
+        names[limit.limit_id] = name
+    return names
 
 
 def scope(tag: str, metric: str, scope_kind: str, scope_id: UUID | None) -> str:
-    """The same by its parts."""
+    """A bucket, or a gauge of places."""
     where = scope_kind if scope_id is None else f"{scope_kind}:{scope_id.hex}"
     return f"lpx:{{{tag}}}:{metric}:{where}"

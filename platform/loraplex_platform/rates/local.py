@@ -36,7 +36,10 @@ class LocalRates:
     ) -> tuple[bool, list[LimitView]]:
         """Take from all limits, or from none; whether it was taken, and how they stand."""
         now_us = self._clock_us()
-        named = [(x, _name(x), self._bucket(x, num_gateways)) for x in limits]
+        names = keys.names_of(claim.limits.rates)
+        named = [
+            (x, names[x.limit_id], self._bucket(x, names[x.limit_id], num_gateways)) for x in limits
+        ]
         waits = [self._wait_us(claim, *one, now_us) for one in named]
         is_admitted = not any(waits)
         views = []
@@ -53,15 +56,17 @@ class LocalRates:
 
     def hold(self, claim: Claim) -> None:
         """The request runs: note its places, whoever admitted it."""
+        names = keys.names_of(claim.limits.rates)
         for limit in claim.limits.rates:
             if limit.metric == "concurrency":
-                self._places.setdefault(_name(limit), set()).add(claim.request_id)
+                self._places.setdefault(names[limit.limit_id], set()).add(claim.request_id)
 
     def release(self, claim: Claim, used: TokenUse | None) -> None:
         """The request is over."""
         now_us = self._clock_us()
+        names = keys.names_of(claim.limits.rates)
         for limit in claim.limits.rates:
-            name = _name(limit)
+            name = names[limit.limit_id]
             if limit.metric == "concurrency":
                 places = self._places.get(name)
                 if places is not None:
@@ -87,19 +92,14 @@ class LocalRates:
         # What is too much for a part is not too much for the limit: it waits for a full bucket.
         return bucket.wait_us(min(amount, bucket.burst), now_us)
 
-    def _bucket(self, limit: RateLimit, num_gateways: int) -> Bucket:
+    def _bucket(self, limit: RateLimit, name: str, num_gateways: int) -> Bucket:
         """This gateway's part of a limit; of places only the burst means something."""
         part, burst = (_divided(n, num_gateways) for n in (limit.value, limit.capacity))
-        name = _name(limit)
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(part, burst)
         bucket.per_minute, bucket.burst = part, burst
         return bucket
-
-
-def _name(limit: RateLimit) -> str:
-    return keys.limit(keys.tag_of(limit.owner_tenant_id), limit)
 
 
 def _divided(value: int, num_gateways: int) -> int:

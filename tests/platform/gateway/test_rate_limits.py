@@ -52,7 +52,7 @@ async def stand(db_url: str, _redis_server_url: str, short_tmp_path: Path) -> As
 
 async def set_limit(stand: Stand, metric: str, value: int, **changes: Any) -> None:
     """A limit of acme's, and its news."""
-    period = "now" if metric == "concurrency" else "minute"
+    period = "none" if metric == "concurrency" else "minute"
     values: dict[str, Any] = {
         "id": uuid7(),
         "tenant_id": stand.customer.tenant_id,

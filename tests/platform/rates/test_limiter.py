@@ -178,13 +178,23 @@ async def test_tenants_do_not_touch_each_others_limits(world: World) -> None:
     assert passed.views[0].remaining == 0
 
 
+async def test_two_rates_of_one_scope_both_hold(world: World) -> None:
+    gateway = world.gateway()
+    usual, raised = limit("rpm", 1, burst=3), limit("rpm", 1, burst=8)
+    two = (usual, raised)
+
+    assert len(await admitted([gateway], [claim(*two) for _ in range(9)])) == 3
+    _, views = await gateway.look(claim(*two))
+    assert sorted(view.remaining for view in views) == [0, 5]
+
+
 async def test_a_place_is_kept_as_long_as_it_is_renewed(world: World) -> None:
     gateway = world.gateway(lease_s=0.4)
     one = limit("concurrency", 2)
     kept = await gateway.admit(claim(one), never)
     lost = await gateway.admit(claim(one), never)
     with redis.Redis.from_url(world.url) as client:
-        name = keys.limit(keys.tag_of(ACME), one)
+        name = keys.names_of([one])[one.limit_id]
 
         for _ in range(4):
             client.execute_command("DEBUG", "SLEEP", 0.15)
