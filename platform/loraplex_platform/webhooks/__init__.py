@@ -1,0 +1,1 @@
+"""Webhooks: addresses of tenants and of the operator that are told of alerts and invoices."""
