@@ -40,6 +40,8 @@ CREATE TABLE limits (
     valid_from TIMESTAMP WITH TIME ZONE,
     valid_to TIMESTAMP WITH TIME ZONE,
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    changed_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    used_then NUMERIC(30, 0) DEFAULT 0 NOT NULL,
     row_version INTEGER DEFAULT 1 NOT NULL,
     CONSTRAINT pk_limits PRIMARY KEY (id),
     CONSTRAINT fk_limits_tenant_id_tenants FOREIGN KEY(tenant_id) REFERENCES tenants (id),
@@ -101,7 +103,7 @@ CREATE INDEX ix_refusals_at ON refusals (at);
 CREATE INDEX ix_refusals_tenant_id_at ON refusals (tenant_id, at);
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON limits TO loraplex_app;
-GRANT SELECT, INSERT, UPDATE ON quota_windows TO loraplex_app;
+GRANT SELECT, INSERT, UPDATE, DELETE ON quota_windows TO loraplex_app;
 GRANT SELECT, INSERT ON alerts_fired TO loraplex_app;
 GRANT SELECT, INSERT, DELETE ON refusals TO loraplex_app;
 """
@@ -379,7 +381,22 @@ CREATE FUNCTION loraplex_set_up_quota(limit_id uuid) RETURNS void
             ids := ids || w.id;
         END LOOP;
         PERFORM loraplex_seed_windows(ids);
+        PERFORM loraplex_note_use(limit_id);
     END
+    $$;
+
+-- When a limit was set or changed, and what was used of it then: it bounds what comes after (I7).
+CREATE FUNCTION loraplex_note_use(limit_id uuid) RETURNS void
+    LANGUAGE sql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+        UPDATE limits l SET changed_at = now(), used_then = coalesce((
+            SELECT sum(q.committed + q.held) FROM quota_windows q
+            WHERE q.scope_kind = l.scope_kind AND q.scope_id = l.scope_id
+                AND q.metric = l.metric AND q.period = l.period AND q.window_s = l.window_s
+                AND CASE l.period WHEN 'rolling'
+                    THEN q.period_start > now() - make_interval(secs => l.window_s / 24 * 25)
+                    ELSE q.period_end IS NULL OR q.period_end > now() END), 0)
+        WHERE l.id = limit_id
     $$;
 
 -- A tenant in another time zone has other periods at once; what was used in them stays used.
@@ -418,7 +435,8 @@ CREATE FUNCTION loraplex_bump_limits() RETURNS trigger
         RETURN NULL;
     END
     $$;
-CREATE TRIGGER limits_bump AFTER INSERT OR UPDATE OR DELETE ON limits
+CREATE TRIGGER limits_bump
+    AFTER INSERT OR DELETE OR UPDATE OF value, burst, fail_mode, valid_from, valid_to ON limits
     FOR EACH ROW EXECUTE FUNCTION loraplex_bump_limits();
 """
 
@@ -535,7 +553,8 @@ CREATE FUNCTION loraplex_reserve(
             ELSE
                 allowed := CASE WHEN allowed < 0 THEN -1 ELSE best END;
             END IF;
-            IF allowed < least_tokens AND fixed + each * least_tokens > l.value THEN
+            -- Of 0 is closed: then it is not the request that is too large.
+            IF allowed < least_tokens AND l.value > 0 AND fixed + each * least_tokens > l.value THEN
                 outcome := 'too_large';
             ELSIF allowed < least_tokens AND allowed < best AND outcome <> 'too_large' THEN
                 outcome := 'refused';
@@ -546,7 +565,8 @@ CREATE FUNCTION loraplex_reserve(
                 IF outcome <> 'other' THEN
                     blocking := jsonb_build_object(
                         'limit_id', l.id, 'scope_kind', l.scope_kind, 'scope_id', l.scope_id,
-                        'metric', l.metric, 'period', l.period, 'window_s', l.window_s,
+                        'is_shared', l.tenant_id IS NULL, 'metric', l.metric,
+                        'period', l.period, 'window_s', l.window_s,
                         'value', l.value, 'committed', committed, 'held', held,
                         'asked', fixed + each * least_tokens, 'zone',
                         CASE WHEN l.tenant_id IS NULL THEN 'UTC' ELSE zone END,
@@ -788,7 +808,7 @@ DROP = """
 DROP FUNCTION loraplex_absorb_late, loraplex_void, loraplex_settle, loraplex_charge,
     loraplex_fire_alerts, loraplex_reserve;
 DROP TRIGGER tenants_move_zone ON tenants;
-DROP FUNCTION loraplex_move_zone, loraplex_set_up_quota, loraplex_window, loraplex_seed_windows,
+DROP FUNCTION loraplex_move_zone, loraplex_set_up_quota, loraplex_note_use, loraplex_window, loraplex_seed_windows,
     loraplex_held_sum, loraplex_ledger_sum, loraplex_in_scope, loraplex_turn_windows,
     loraplex_show_window, loraplex_zone_of, loraplex_lock_limits, loraplex_scope_rank,
     loraplex_period, loraplex_midnight;

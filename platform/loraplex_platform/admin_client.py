@@ -213,6 +213,28 @@ class AdminClient:
         """Delete what is due now."""
         return self._json("POST", "/retention/runs", timeout=UPLOAD_TIMEOUT_S)
 
+    # ------------------------------------------------------------------------ limits
+
+    def limits(self, tenant_id: str | None = None) -> Iterator[Json]:
+        """Limits and what is used of them; of all tenants and the platform if none is named."""
+        return self._pages("/limits", {} if tenant_id is None else {"tenant_id": tenant_id})
+
+    def create_limit(self, body: Json) -> Json:
+        """A new limit, as `POST /limits` takes it."""
+        return self._json("POST", "/limits", json=body)
+
+    def update_limit(self, limit_id: str, changes: Json) -> Json:
+        """Change a limit; what is not named stays."""
+        return self._json("PATCH", f"/limits/{limit_id}", json=changes)
+
+    def delete_limit(self, limit_id: str) -> None:
+        """Remove a limit."""
+        self._call("DELETE", f"/limits/{limit_id}")
+
+    def explain(self, request_id: str) -> Json:
+        """What became of a request, in words."""
+        return self._json("GET", f"/explain/{request_id}")
+
     # ------------------------------------------------------------------------ transport
 
     def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:

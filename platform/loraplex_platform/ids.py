@@ -26,6 +26,7 @@ PREFIXES: Final = {
     "adjustment": "adj",
     "invoice": "inv",
     "request": "req",
+    "limit": "lim",
     "session": "ses",
     "audit_entry": "aud",
     "webhook": "whk",

@@ -74,6 +74,9 @@ class Limit(Base):
     valid_from: Mapped[datetime | None]
     valid_to: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    # When it was set or changed, and what was used of it then, which may be more than its value.
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    used_then: Mapped[Pico] = mapped_column(server_default=text("0"))
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
 
 

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
+from psycopg.types.numeric import Int8Dumper
 from sqlalchemy import Engine, create_engine, event, exc
 from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -25,8 +27,12 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.pool import AsyncAdaptedQueuePool, QueuePool
 from sqlalchemy.pool.base import ConnectionPoolEntry
 
+from loraplex_platform.db.calls import CallPool
+from loraplex_platform.db.errors import (
+    DatabaseUnavailableError as DatabaseUnavailableError,  # noqa: PLC0414 # caught from here
+)
+from loraplex_platform.db.errors import means_unavailable
 from loraplex_platform.db.stored_json import to_stored_json
-from loraplex_platform.errors import UnavailableError
 from loraplex_platform.settings import DatabaseSettings
 
 CONNECT_TIMEOUT_S = 5
@@ -36,23 +42,18 @@ STATEMENT_TIMEOUT_S = 15.0
 ANSWER_SLACK_S = 5.0
 # As long as a statement may take: in a burst, waiting for one's turn beats telling clients to retry.
 POOL_TIMEOUT_S = STATEMENT_TIMEOUT_S
-RETRY_AFTER_S = 2.0
-
-# https://www.postgresql.org/docs/current/errcodes-appendix.html: connection exceptions (08),
-# too many connections, a server that starts or stops, and our own statement timeout.
-_UNAVAILABLE_CLASSES = ("08", "57P")
-_UNAVAILABLE_STATES = ("53300", "57014")
-
-SessionFactory = async_sessionmaker[AsyncSession]
 
 
-class DatabaseUnavailableError(UnavailableError):
-    """Postgres cannot be reached or has no time for us. Never mistaken for a refusal."""
+class SessionFactory(async_sessionmaker[AsyncSession]):
+    """Sessions of one database. They keep loaded values after commit.
 
-    code = "database_unavailable"
+    Attributes:
+        calls: for single statements of the hot path, on connections of their own.
+    """
 
-    def __init__(self, message: str = "The database is not available.") -> None:
-        super().__init__(message, retry_after_s=RETRY_AFTER_S)
+    def __init__(self, engine: AsyncEngine, calls: CallPool) -> None:
+        super().__init__(engine, expire_on_commit=False)
+        self.calls = calls
 
 
 class _AsyncPool(AsyncAdaptedQueuePool):
@@ -122,10 +123,13 @@ def create_database_engine(
     *,
     statement_timeout_s: float | None = STATEMENT_TIMEOUT_S,
     answer_deadline_s: float | None = None,
+    is_for_calls: bool = False,
 ) -> AsyncEngine:
     """An async engine; dispose it when done.
 
     Args:
+        is_for_calls: as a `CallPool` needs it: a statement is a transaction, and nothing is asked of a
+            connection before or after it.
         answer_deadline_s: how long a connection waits for a server that says nothing, see
             `open_database`; by default a little longer than a statement may take, and for ever where
             statements may.
@@ -147,11 +151,23 @@ def create_database_engine(
         pool_size=settings.database_pool_size,
         max_overflow=0,  # an overflow connection is closed after each use: a fork per request
         pool_timeout=POOL_TIMEOUT_S,
-        pool_pre_ping=True,
+        pool_pre_ping=not is_for_calls,
+        pool_reset_on_return=None if is_for_calls else "rollback",
         pool_recycle=1800,
+        **({"isolation_level": "AUTOCOMMIT"} if is_for_calls else {}),
     )
     event.listen(engine.sync_engine, "handle_error", _translate)
+    if is_for_calls:
+        event.listen(engine.sync_engine, "connect", _send_whole_numbers_alike)
     return engine
+
+
+def _send_whole_numbers_alike(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+    """Else the driver sends them as smallint, integer or bigint by value, and each combination of
+    these would be a prepared statement of its own."""
+    del record
+    driver: Any = connection.driver_connection
+    driver.adapters.register_dumper(int, Int8Dumper)
 
 
 def create_sync_database_engine(
@@ -177,24 +193,41 @@ def _translate(context: ExceptionContext) -> None:
     """Raise our error instead of one that means "not there"; all others stay what they are."""
     if context.is_pre_ping:
         return  # the pool itself replaces the stale connection
-    if context.is_disconnect or _means_unavailable(context.original_exception):
+    if context.is_disconnect or means_unavailable(context.original_exception):
         raise DatabaseUnavailableError
-
-
-def _means_unavailable(error: BaseException) -> bool:
-    if not isinstance(error, psycopg.Error):
-        return False
-    if error.sqlstate is None:  # no server answered: psycopg itself gave up
-        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-    return error.sqlstate in _UNAVAILABLE_STATES or error.sqlstate.startswith(_UNAVAILABLE_CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An engine and its session factory. Sessions keep loaded values after commit."""
+    """An engine and its session factory."""
 
     engine: AsyncEngine
     sessions: SessionFactory
+
+    @classmethod
+    def connected(
+        cls,
+        settings: DatabaseSettings,
+        *,
+        statement_timeout_s: float | None = STATEMENT_TIMEOUT_S,
+        answer_deadline_s: float | None = None,
+    ) -> Database:
+        """See `open_database`, which closes it as well."""
+        engine, calls = (
+            create_database_engine(
+                settings,
+                statement_timeout_s=statement_timeout_s,
+                answer_deadline_s=answer_deadline_s,
+                is_for_calls=is_for_calls,
+            )
+            for is_for_calls in (False, True)
+        )
+        return cls(engine, SessionFactory(engine, CallPool(calls)))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.engine.dispose()
+        await self.sessions.calls.close()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
@@ -216,10 +249,10 @@ async def open_database(
         answer_deadline_s: after so long without a word from the server a statement or a COMMIT raises
             `DatabaseUnavailableError`, and its connection is closed.
     """
-    engine = create_database_engine(
+    database = Database.connected(
         settings, statement_timeout_s=statement_timeout_s, answer_deadline_s=answer_deadline_s
     )
     try:
-        yield Database(engine, async_sessionmaker(engine, expire_on_commit=False))
+        yield database
     finally:
-        await engine.dispose()
+        await database.close()

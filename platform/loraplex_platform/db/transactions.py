@@ -11,12 +11,12 @@ import structlog
 from sqlalchemy import exc
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
+from loraplex_platform.db.errors import LOST_RACES, DatabaseUnavailableError
+from loraplex_platform.db.session import SessionFactory
 
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 8
-_LOST_RACES = ("40001", "40P01")  # serialization failure, deadlock: nothing was done
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ async def run_transaction(
             async with sessions.begin() as session:
                 return await work(session)
         except exc.DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) not in _LOST_RACES or tries == MAX_TRIES:
+            if getattr(error.orig, "sqlstate", None) not in LOST_RACES or tries == MAX_TRIES:
                 raise
             log.info("transaction_retried", sqlstate=getattr(error.orig, "sqlstate", None))
         except DatabaseUnavailableError:

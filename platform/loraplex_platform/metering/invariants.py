@@ -290,6 +290,51 @@ _RULES = (
         """,
     ),
     _Rule(
+        "windows_equal_the_books",
+        "Every quota has used what the ledger says, and holds what requests in flight have reserved",
+        # Without a limit a window does not count; set again, it is counted anew.
+        """
+        select 'window ' || q.id as id, q.scope_kind || ' ' || q.metric || ' per ' || q.period
+            || ': used ' || q.committed || ', the ledger says ' || books.used || '; held ' || q.held
+            || ', reserved are ' || books.held as detail
+        from quota_windows q
+        cross join lateral (select loraplex_ledger_sum(q) as used, loraplex_held_sum(q) as held) books
+        where q.period_start >= :since_time and (q.period_end is null or q.period_end > now())
+            and exists (select from limits l
+                where l.scope_kind = q.scope_kind and l.scope_id = q.scope_id
+                    and l.metric = q.metric and l.period = q.period and l.window_s = q.window_s)
+            and (q.committed, q.held) is distinct from (books.used, books.held)
+        union all
+        select 'window ' || q.id, 'has ended and holds ' || q.held || ', reserved are '
+            || loraplex_held_sum(q)
+        from quota_windows q
+        where q.period_end <= now() and q.held > 0 and q.held <> loraplex_held_sum(q)
+        """,
+        code="I2",
+    ),
+    _Rule(
+        "hard_quotas_are_kept",
+        "No hard quota has used more than its value, or than had been used when it was set",
+        """
+        select 'lim_' || replace(l.id::text, '-', '') as id, l.scope_kind || ' ' || l.metric
+            || ' per ' || l.period || ': ' || used.total || ' of ' || l.value as detail
+        from limits l
+        cross join lateral (
+            select sum(q.committed + q.held) as total, min(q.period_start) as period_start
+            from quota_windows q
+            where q.scope_kind = l.scope_kind and q.scope_id = l.scope_id
+                and q.metric = l.metric and q.period = l.period and q.window_s = l.window_s
+                and case l.period when 'rolling'
+                    then q.period_start > now() - make_interval(secs => l.window_s / 24 * 25)
+                    else q.period_start <= now() and (q.period_end is null or q.period_end > now()) end
+        ) used
+        where l.is_hard and l.valid_from is null and l.valid_to is null
+            and used.total > case when used.period_start < l.changed_at
+                then greatest(l.value, l.used_then) else l.value end
+        """,
+        code="I7",
+    ),
+    _Rule(
         "model_ids_are_unambiguous",
         "Every live model id stands for one revision, of its own deployment and its own tenant",
         """

@@ -1,59 +1,71 @@
-"""SQL of requests, attempts and the ledger. Times are the database's, so clocks cannot disagree."""
+"""SQL of requests, attempts and the ledger. Times are the database's, so clocks cannot disagree.
+
+What every request does is one call of a function that the migrations made (0005): one round trip, one
+transaction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import CursorResult, Row, func, insert, select, text, update
+from sqlalchemy import CursorResult, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.db import ApiKey, Attempt, LedgerEntry, Request, Tenant
+from loraplex_platform.db import ApiKey, Request, Tenant
 from loraplex_platform.ids import unix_s_of
-from loraplex_platform.metering.policy import AttemptUsage, Split
+from loraplex_platform.metering.policy import AttemptUsage, Split, split
 from loraplex_platform.metering.records import (
     MAX_CLOCK_SKEW_S,
     Renewal,
     Reservation,
     Settlement,
 )
+from loraplex_platform.quotas.records import Blocking, WindowState
 
-# One statement: the price in force, the tenant and the key are looked at and the row is written at
-# the same instant, in one round trip. No row comes back when any of them does not allow it.
-_RESERVE = text("""
-with price as (
-    select book_id, input, output, request
-    from loraplex_book_at(now()) as book_id, loraplex_entry_prices(
-        book_id, cast(:adapter_version_id as uuid), cast(:deployment_id as uuid))
-    where input is not null and output is not null
-), holder as (
-    select tenants.id as tenant_id, api_keys.id as key_id
-    from tenants left join api_keys
-        on api_keys.tenant_id = tenants.id and api_keys.id = cast(:key_id as uuid)
-    where tenants.id = :tenant_id and tenants.status = 'active'
-        and (:kind = 'probe' or (api_keys.status = 'active' and api_keys.revoked_at is null
-            and (api_keys.expires_at is null or api_keys.expires_at > now())))
-)
-insert into requests (
-    id, tenant_id, key_id, deployment_id, revision_id, adapter_version_id, price_book_id, kind,
-    endpoint, model, is_stream, has_stop_strings, owner, replica_id, attempt, lease_until,
-    est_prompt_tokens, est_completion_tokens, est_pico
-)
-select :request_id, holder.tenant_id, holder.key_id, cast(:deployment_id as uuid),
-    cast(:revision_id as uuid), cast(:adapter_version_id as uuid), price.book_id, :kind,
-    :endpoint, :model, :is_stream, :has_stop_strings, :owner, cast(:replica_id as varchar), :attempt,
-    now() + make_interval(secs => :lease_s),
-    :est_prompt_tokens, :est_completion_tokens,
-    cast(:est_prompt_tokens as numeric) * price.input
-        + cast(:est_completion_tokens as numeric) * price.output + price.request
-from price, holder
-where abs(cast(:made_at_s as double precision) - extract(epoch from now()))
-    <= cast(:max_skew_s as double precision)
-on conflict (id) do nothing
-returning lease_token, lease_until, price_book_id
+RESERVE: Final = """
+select outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, windows
+from loraplex_reserve(
+    p_request_id => %(request_id)s, p_tenant_id => %(tenant_id)s, p_key_id => %(key_id)s,
+    p_deployment_id => %(deployment_id)s, p_revision_id => %(revision_id)s,
+    p_adapter_version_id => %(adapter_version_id)s, p_kind => %(kind)s,
+    p_endpoint => %(endpoint)s, p_model => %(model)s, p_is_stream => %(is_stream)s,
+    p_has_stop_strings => %(has_stop_strings)s, p_owner => %(owner)s,
+    p_replica_id => %(replica_id)s, p_attempt => %(attempt)s::integer, p_lease_s => %(lease_s)s,
+    p_prompt_tokens => %(est_prompt_tokens)s, p_max_tokens => %(max_tokens)s,
+    p_min_tokens => %(min_completion_tokens)s, p_num_choices => %(num_choices)s,
+    p_made_at_s => %(made_at_s)s, p_max_skew_s => %(max_skew_s)s)
+"""
+
+SETTLE: Final = """
+select applied, amount_pico, windows
+from loraplex_settle(
+    p_request_id => %(request_id)s, p_lease_token => %(lease_token)s, p_kind => %(kind)s,
+    p_settled_by => %(settled_by)s, p_account => %(account)s, p_attempt => %(attempt)s::integer,
+    p_replica_id => %(replica_id)s, p_outcome => %(outcome)s, p_source => %(source)s,
+    p_prompt => %(prompt_tokens)s, p_cached => %(cached_tokens)s, p_generated => %(generated)s,
+    p_billed => %(billed)s, p_absorbed => %(absorbed)s,
+    p_past_stop => %(discarded_past_stop)s, p_past_abort => %(discarded_past_abort)s,
+    p_earlier => %(earlier)s::jsonb, p_finish_reason => %(finish_reason)s,
+    p_http_status => %(http_status)s::integer, p_error_code => %(error_code)s,
+    p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer)
+"""
+
+VOID: Final = """
+select applied, windows
+from loraplex_void(
+    p_request_id => %(request_id)s, p_lease_token => %(lease_token)s,
+    p_voided_by => %(voided_by)s, p_http_status => %(http_status)s::integer,
+    p_error_code => %(error_code)s)
+"""
+
+_ABSORB_LATE: Final = text("""
+select loraplex_absorb_late(:request_id, :attempt, :replica_id, :prompt_tokens, :cached_tokens,
+    :generated)
 """)
 
 # Rows are locked in id order, so that two batches never wait for each other.
@@ -89,13 +101,83 @@ returning requests.id
 """)
 
 
-async def insert_request(session: AsyncSession, reservation: Reservation) -> Row[Any] | None:
-    """TX1. None: the key, the tenant, the price or a clock does not allow it, or the row exists."""
-    parameters = asdict(reservation) | {
+def reserve_parameters(reservation: Reservation) -> dict[str, object]:
+    """Of `RESERVE`."""
+    return asdict(reservation) | {
+        "max_tokens": reservation.est_completion_tokens // reservation.num_choices,
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
     }
-    return (await session.execute(_RESERVE, parameters)).first()
+
+
+def settle_parameters(settlement: Settlement) -> dict[str, object]:
+    """Of `SETTLE`: the billing policy is applied here.
+
+    Raises:
+        ValueError: the token counts do not add up.
+    """
+    account = split(settlement.usage, settlement.kind)
+    earlier = [
+        _attempt_columns(usage, split(usage, settlement.kind)) for usage in settlement.earlier
+    ]
+    return _attempt_columns(settlement.usage, account) | {
+        "request_id": settlement.request_id,
+        "lease_token": settlement.lease_token,
+        "kind": settlement.kind,
+        "settled_by": settlement.settled_by,
+        "account": account.account,
+        "earlier": json.dumps(earlier) if earlier else None,
+        "finish_reason": settlement.finish_reason,
+        "http_status": settlement.http_status,
+        "error_code": settlement.error_code,
+        "ttft_ms": settlement.ttft_ms,
+        "e2e_ms": settlement.e2e_ms,
+    }
+
+
+def _attempt_columns(usage: AttemptUsage, account: Split) -> dict[str, object]:
+    return {
+        "attempt": usage.attempt,
+        "replica_id": usage.replica_id,
+        "outcome": usage.outcome,
+        "source": usage.source,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "generated": usage.generated,
+        "billed": account.billed,
+        "absorbed": account.absorbed,
+        "discarded_past_stop": usage.discarded_past_stop,
+        "discarded_past_abort": usage.discarded_past_abort,
+    }
+
+
+def read_windows(windows: Sequence[Sequence[Any]] | None) -> tuple[WindowState, ...]:
+    """As `loraplex_show_window` made them."""
+    return tuple(
+        WindowState(
+            window_id,
+            None if tenant_id is None else UUID(tenant_id),
+            scope_kind,
+            UUID(scope_id),
+            *rest,
+        )
+        for window_id, tenant_id, scope_kind, scope_id, *rest in windows or ()
+    )
+
+
+def read_blocking(blocking: Mapping[str, Any]) -> Blocking:
+    """As `loraplex_reserve` made it."""
+    ids = {name: UUID(blocking[name]) for name in ("limit_id", "scope_id")}
+    rest = {
+        name: value for name, value in blocking.items() if name not in ids and name != "resets_at"
+    }
+    return Blocking(**ids, **rest, resets_at_s=blocking["resets_at"])
+
+
+async def call_in(session: AsyncSession, statement: str, parameters: dict[str, object]) -> Any:  # noqa: ANN401 # a row of the statement's
+    """`RESERVE`, `SETTLE` or `VOID` within the caller's transaction."""
+    connection = await session.connection()
+    return (await connection.exec_driver_sql(statement, parameters)).one()
 
 
 async def find_request(session: AsyncSession, request_id: UUID) -> Request | None:
@@ -156,109 +238,17 @@ async def extend_claim(
     return await _update_held(session, request_id, lease_token, {"lease_until": until})
 
 
-async def close_request(
-    session: AsyncSession, settlement: Settlement, account: Split
-) -> Request | None:
-    """The compare-and-set of TX2: None when someone else has closed it or holds the lease."""
-    usage = settlement.usage
-    statement = (
-        update(Request)
-        .where(
-            Request.id == settlement.request_id,
-            Request.state == "reserved",
-            Request.lease_token == settlement.lease_token,
-        )
-        .values(
-            state="settled",
-            settled_at=func.now(),
-            settled_by=settlement.settled_by,
-            attempt=usage.attempt,
-            replica_id=func.coalesce(usage.replica_id, Request.replica_id),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=account.billed,
-            finish_reason=settlement.finish_reason,
-            http_status=settlement.http_status,
-            error_code=settlement.error_code,
-            ttft_ms=settlement.ttft_ms,
-            e2e_ms=settlement.e2e_ms,
-        )
-        .returning(Request)
-    )
-    return await session.scalar(statement)
-
-
-async def void_request(
-    session: AsyncSession,
-    request_id: UUID,
-    lease_token: int,
-    *,
-    voided_by: str,
-    http_status: int | None,
-    error_code: str | None,
-) -> bool:
-    """Close a request that never cost anything. False: closed already, or the lease is lost."""
-    values = {
-        "state": "voided",
-        "settled_at": func.now(),
-        "settled_by": voided_by,
-        "http_status": http_status,
-        "error_code": error_code,
+async def absorb_late(session: AsyncSession, request_id: UUID, usage: AttemptUsage) -> None:
+    """Book an attempt that turned up after its request was closed without it: the platform pays."""
+    parameters = {
+        "request_id": request_id,
+        "attempt": usage.attempt,
+        "replica_id": usage.replica_id,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "generated": usage.generated,
     }
-    return await _update_held(session, request_id, lease_token, values)
-
-
-async def insert_attempt(
-    session: AsyncSession, request: Request, usage: AttemptUsage, account: Split
-) -> None:
-    """What became of one attempt's tokens."""
-    await session.execute(
-        insert(Attempt).values(
-            request_id=request.id,
-            attempt=usage.attempt,
-            tenant_id=request.tenant_id,
-            replica_id=usage.replica_id or request.replica_id,
-            outcome=usage.outcome,
-            source=usage.source,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            generated=usage.generated,
-            billed=account.billed,
-            absorbed=account.absorbed,
-            discarded_past_stop=usage.discarded_past_stop,
-            discarded_past_abort=usage.discarded_past_abort,
-        )
-    )
-
-
-async def insert_ledger_entry(
-    session: AsyncSession,
-    request: Request,
-    usage: AttemptUsage,
-    account: Split,
-    amount_pico: int,
-    *,
-    kind: str = "usage",
-    seq: int = 0,
-) -> None:
-    """The request's line of account. A second one of the same kind violates the primary key."""
-    await session.execute(
-        insert(LedgerEntry).values(
-            entry_id=request.id,
-            kind=kind,
-            seq=seq,
-            tenant_id=request.tenant_id,
-            account=account.account,
-            key_id=request.key_id,
-            deployment_id=request.deployment_id,
-            adapter_version_id=request.adapter_version_id,
-            price_book_id=request.price_book_id,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=account.charged_tokens,
-            amount_pico=amount_pico,
-        )
-    )
+    await session.execute(_ABSORB_LATE, parameters)
 
 
 async def _update_held(

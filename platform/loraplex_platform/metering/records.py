@@ -7,6 +7,7 @@ from datetime import datetime
 from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
+from loraplex_platform.quotas.records import WindowState
 
 LEASE_S = 20.0  # gateways renew every 5 s
 # A request's id has its maker's clock in it, all other times are the database's. Reports and partitions
@@ -16,12 +17,15 @@ MAX_CLOCK_SKEW_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A request about to be dispatched.
+    """A request about to be dispatched. Its project and adapter are the key's and the version's own:
+    the database looks them up where it admits the request.
 
     Attributes:
         key_id: the tenant's key; None exactly for a probe.
         owner: the process that will settle it (gateway id).
-        est_completion_tokens: the effective max_tokens.
+        est_completion_tokens: max_tokens of all choices together.
+        num_choices: completions of the prompt; they share what a quota still pays evenly.
+        min_completion_tokens: of each choice; a quota that cannot pay as many refuses the request.
         has_stop_strings: whether the gateway looks for stop strings in the text.
     """
 
@@ -33,6 +37,8 @@ class Reservation:
     owner: str
     est_prompt_tokens: int
     est_completion_tokens: int
+    num_choices: int = 1
+    min_completion_tokens: int = 1
     is_stream: bool = False
     has_stop_strings: bool = False
     deployment_id: UUID | None = None
@@ -46,11 +52,18 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A reservation that stands. Renew before `lease_until`, settle with `lease_token`."""
+    """A reservation that stands. Renew before `lease_until`, settle with `lease_token`.
+
+    Attributes:
+        max_tokens: of each choice: what was asked for, or less where a quota pays no more.
+        windows: the quota windows that it holds a part of, as they were right after.
+    """
 
     lease_token: int
     lease_until: datetime
     price_book_id: UUID
+    max_tokens: int
+    windows: tuple[WindowState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ class Settlement:
     lease_token: int
     usage: AttemptUsage
     settled_by: str
+    kind: RequestKind = "user"
     earlier: tuple[AttemptUsage, ...] = ()
     finish_reason: str | None = None
     http_status: int | None = None
@@ -80,7 +94,11 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True)
 class SettleResult:
-    """`applied` False: another holder of a newer lease settled or voided it; nothing was written."""
+    """`applied` False: another holder of a newer lease settled or voided it; nothing was written.
+
+    `windows`: the quota windows that it held a part of, as they were right after.
+    """
 
     applied: bool
     amount_pico: int = 0
+    windows: tuple[WindowState, ...] = ()

@@ -1,20 +1,23 @@
 """Reserve before work, settle after it: two short transactions per request, exactly once.
 
-TX1 (`reserve`) writes the request's row with a lease. The owner renews the lease while the engine
-works, outside any transaction. TX2 (`settle`) is a compare-and-set on the lease token that writes the
-attempts and one ledger row. Whoever raises the token (the sweeper) wins; the other one's TX2 does
-nothing. Every function is safe to call again with the same arguments.
+TX1 (`reserve`) checks key, tenant, price and quotas, writes the request's row with a lease and holds
+its worst case in every quota window. The owner renews the lease while the engine works, outside any
+transaction. TX2 (`settle`) is a compare-and-set on the lease token that writes the attempts and one
+ledger row and turns what was held into what was used. Whoever raises the token (the sweeper) wins; the
+other one's TX2 does nothing. Every function is safe to call again with the same arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
 from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.billing.prices import NoPriceError, prices_of
+from loraplex_platform.billing.prices import NoPriceError
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.errors import (
@@ -25,7 +28,6 @@ from loraplex_platform.errors import (
 )
 from loraplex_platform.ids import unix_s_of
 from loraplex_platform.metering import queries
-from loraplex_platform.metering.policy import RequestKind, split
 from loraplex_platform.metering.records import (
     LEASE_S,
     MAX_CLOCK_SKEW_S,
@@ -35,6 +37,7 @@ from loraplex_platform.metering.records import (
     Settlement,
     SettleResult,
 )
+from loraplex_platform.quotas.errors import quota_error
 from loraplex_platform.tenancy.authentication import check_live, check_tenant
 
 log = structlog.get_logger(__name__)
@@ -47,24 +50,27 @@ class ClockSkewError(UnavailableError):
 
 
 async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserved:
-    """TX1. The key and the tenant are looked at again in the same statement that admits.
+    """TX1. The key and the tenant are looked at again in the same transaction that admits.
 
     Raises:
         RevokedKeyError, ExpiredKeyError, InvalidApiKeyError: the key is no longer good.
         TenantSuspendedError: the tenant is not active.
+        QuotaExceededError, BudgetTooSmallError: a hard quota does not pay the least of it.
         NoPriceError: there is no price for it.
         ClockSkewError: the id's maker and the database disagree about the time.
         ConflictError: the id is taken by another request.
         DatabaseUnavailableError: nothing may be dispatched.
     """
-
-    async def work(session: AsyncSession) -> Reserved | PlatformError:
-        row = await queries.insert_request(session, reservation)
-        if row is not None:
-            return Reserved(row.lease_token, row.lease_until, row.price_book_id)
-        return await _explain(session, reservation)
-
-    result = await run_transaction(sessions, work, is_idempotent=True)
+    row = await sessions.calls.call(queries.RESERVE, queries.reserve_parameters(reservation))
+    outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, windows = row
+    if outcome == "reserved":
+        return Reserved(
+            lease_token, lease_until, price_book_id, max_tokens, queries.read_windows(windows)
+        )
+    if blocking is not None:
+        raise quota_error(queries.read_blocking(blocking), is_too_large=outcome == "too_large")
+    async with sessions() as session:
+        result = await _explain(session, reservation)
     if isinstance(result, Reserved):
         return result
     raise result
@@ -75,7 +81,12 @@ async def _explain(session: AsyncSession, wanted: Reservation) -> Reserved | Pla
     if existing is not None:
         # Our own row: the acknowledgement of an earlier COMMIT was lost.
         if existing.owner == wanted.owner and existing.state == "reserved":
-            return Reserved(existing.lease_token, existing.lease_until, existing.price_book_id)
+            return Reserved(
+                existing.lease_token,
+                existing.lease_until,
+                existing.price_book_id,
+                existing.est_completion_tokens // wanted.num_choices,
+            )
         return ConflictError(f"Request {wanted.request_id} exists already.")
     tenant, key, now = await queries.find_holder(session, wanted.tenant_id, wanted.key_id)
     try:
@@ -132,11 +143,8 @@ async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResu
         ValueError: the token counts do not add up.
         DatabaseUnavailableError: try again later; the sweeper settles when nobody does.
     """
-
-    async def work(session: AsyncSession) -> SettleResult:
-        return await settle_in(session, settlement)
-
-    result = await run_transaction(sessions, work, is_idempotent=True)
+    parameters = queries.settle_parameters(settlement)
+    result = _settled(*await sessions.calls.call(queries.SETTLE, parameters))
     if not result.applied:
         log.info("settle_not_applied", request_id=str(settlement.request_id))
     return result
@@ -144,30 +152,8 @@ async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResu
 
 async def settle_in(session: AsyncSession, settlement: Settlement) -> SettleResult:
     """`settle` within the caller's transaction."""
-    existing = await queries.find_request(session, settlement.request_id)
-    if existing is None or existing.state != "reserved":
-        return SettleResult(applied=False)
-    kind: RequestKind = "probe" if existing.kind == "probe" else "user"
-    account = split(settlement.usage, kind)
-    request = await queries.close_request(session, settlement, account)
-    if request is None:
-        return SettleResult(applied=False)
-    prices = await prices_of(
-        session,
-        request.price_book_id,
-        adapter_version_id=request.adapter_version_id,
-        deployment_id=request.deployment_id,
-    )
-    amount_pico = prices.cost_pico(
-        prompt_tokens=settlement.usage.prompt_tokens,
-        cached_tokens=settlement.usage.cached_tokens,
-        completion_tokens=account.charged_tokens,
-    )
-    for earlier in settlement.earlier:
-        await queries.insert_attempt(session, request, earlier, split(earlier, kind))
-    await queries.insert_attempt(session, request, settlement.usage, account)
-    await queries.insert_ledger_entry(session, request, settlement.usage, account, amount_pico)
-    return SettleResult(applied=True, amount_pico=amount_pico)
+    parameters = queries.settle_parameters(settlement)
+    return _settled(*await queries.call_in(session, queries.SETTLE, parameters))
 
 
 async def void(
@@ -178,17 +164,47 @@ async def void(
     voided_by: str,
     http_status: int | None = None,
     error_code: str | None = None,
-) -> bool:
-    """Close a request that no engine worked on: no ledger row. False: it was closed already."""
+) -> SettleResult:
+    """Close a request that no engine worked on: what it held is free again, and no ledger row.
 
-    async def work(session: AsyncSession) -> bool:
-        return await queries.void_request(
-            session,
-            request_id,
-            lease_token,
-            voided_by=voided_by,
-            http_status=http_status,
-            error_code=error_code,
-        )
+    `applied` False: it was closed already.
+    """
+    parameters = _void_parameters(request_id, lease_token, voided_by, http_status, error_code)
+    applied, windows = await sessions.calls.call(queries.VOID, parameters)
+    return _settled(applied, None, windows)
 
-    return await run_transaction(sessions, work, is_idempotent=True)
+
+async def void_in(
+    session: AsyncSession,
+    request_id: UUID,
+    lease_token: int,
+    *,
+    voided_by: str,
+    error_code: str | None = None,
+) -> SettleResult:
+    """`void` within the caller's transaction."""
+    parameters = _void_parameters(request_id, lease_token, voided_by, None, error_code)
+    applied, windows = await queries.call_in(session, queries.VOID, parameters)
+    return _settled(applied, None, windows)
+
+
+def _void_parameters(
+    request_id: UUID,
+    lease_token: int,
+    voided_by: str,
+    http_status: int | None,
+    error_code: str | None,
+) -> dict[str, object]:
+    return {
+        "request_id": request_id,
+        "lease_token": lease_token,
+        "voided_by": voided_by,
+        "http_status": http_status,
+        "error_code": error_code,
+    }
+
+
+def _settled(
+    applied: bool, amount_pico: Decimal | None, windows: Sequence[Sequence[Any]] | None
+) -> SettleResult:
+    return SettleResult(applied, int(amount_pico or 0), queries.read_windows(windows))

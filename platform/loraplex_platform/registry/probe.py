@@ -216,6 +216,7 @@ class Prober:
                 lease_token=lease_token,
                 usage=usage,
                 settled_by=self._owner,
+                kind="probe",
                 finish_reason=finish_reason,
                 error_code=error_code,
             ),

@@ -20,6 +20,8 @@ from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
 from loraplex_platform.metering.invariant_runs import check_and_keep
 from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
+from loraplex_platform.quotas import queries as quotas
+from loraplex_platform.rates.invariant import checks_of_redis
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.retention import service as retention
@@ -188,12 +190,17 @@ def _loops(
         if made:
             log.info("partitions_made", count=made)
 
+    async def purge_quotas() -> None:
+        async with database.transaction() as session:
+            await quotas.purge(session)
+
     async def check() -> None:
         report = await check_and_keep(
             sessions,
             "worker",
             since=datetime.now(UTC) - INVARIANT_WINDOW,
             lease_grace_s=settings.lease_grace_s,
+            extra=checks_of_redis(settings.redis_url),
         )
         for result in report.checks:
             holds.labels(result.name).set(result.ok)
@@ -211,5 +218,6 @@ def _loops(
         Loop("key_use", KEY_USE_INTERVAL_S, note_key_use, metrics),
         Loop("partitions", PARTITION_INTERVAL_S, make_partitions, metrics),
         Loop("invariants", INVARIANT_INTERVAL_S, check, metrics),
+        Loop("quota_purge", PURGE_INTERVAL_S, purge_quotas, metrics),
         Loop("retention", RETENTION_INTERVAL_S, retain, metrics),
     ]

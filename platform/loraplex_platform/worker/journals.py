@@ -17,12 +17,11 @@ from loraplex_engine.protocol import JournalEntry
 from sqlalchemy import exc
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.billing.prices import prices_of
 from loraplex_platform.db import EngineUsage, Request
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.metering import queries as metering_queries
-from loraplex_platform.metering.policy import AttemptUsage, split
+from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines, ConnectedReplica
 
@@ -156,23 +155,7 @@ async def _absorb_late(session: AsyncSession, request: Request, landed: EngineUs
         attempt=landed.attempt,
         replica_id=landed.replica_id,
     )
-    account = split(usage, "user")
-    prices = await prices_of(
-        session,
-        request.price_book_id,
-        adapter_version_id=request.adapter_version_id,
-        deployment_id=request.deployment_id,
-    )
-    amount_pico = prices.cost_pico(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=account.charged_tokens,
-        requests=0,  # its request was charged, or voided, without it
-    )
-    await metering_queries.insert_attempt(session, request, usage, account)
-    await metering_queries.insert_ledger_entry(
-        session, request, usage, account, amount_pico, kind="late", seq=usage.attempt
-    )
+    await metering_queries.absorb_late(session, request.id, usage)
     log.warning("usage_landed_late", request_id=str(request.id), state=request.state)
 
 

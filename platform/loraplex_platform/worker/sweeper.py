@@ -8,6 +8,9 @@
 | nothing, for a short while | wait for it |
 | nothing for `replica_lost_after_s` | as for "lost it" |
 
+After an outage of the database the gateways go first: they renew what still runs, and put on the books
+what ended meanwhile.
+
 Any number of sweepers may run: a claim raises the lease token, so a row has one owner at a time, and
 the slow gateway that comes back finds its token outdated.
 """
@@ -24,11 +27,12 @@ from loraplex_engine.protocol import FinishReason, Usage
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import Request
-from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.db.transactions import run_transaction
+from loraplex_platform.errors import UnavailableError
 from loraplex_platform.metering import queries as metering_queries
 from loraplex_platform.metering import service as metering
-from loraplex_platform.metering.policy import AttemptUsage
+from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 from loraplex_platform.metering.records import Settlement
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
@@ -40,6 +44,8 @@ BATCH = 50
 CLAIM_S = 10.0  # longer than an engine's answer takes
 ABORT_ANSWER_S = 0.5  # an abort is done within a step: then there is an entry
 ERROR_CODE = "gateway_lost"
+STALL_S = 2.0  # a claim takes milliseconds
+RECOVERY_S = 8.0  # gateways renew every 5 s, and replay their spools sooner
 
 Verdict = Literal["settled", "lost", "voided", "aborting", "waiting", "overtaken"]
 
@@ -54,6 +60,8 @@ class Sweeper:
     Args:
         grace_s: how long after the end of its lease a request is left alone.
         replica_lost_after_s: how long a replica may be silent before its journal is given up.
+        recovery_s: how long gateways have the word after the database was away. All leases are over
+            then, as nobody could renew them; but their owners live, and know more than we do.
     """
 
     def __init__(
@@ -63,22 +71,36 @@ class Sweeper:
         *,
         grace_s: float,
         replica_lost_after_s: float,
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         self._sessions = sessions
         self._engines = engines
         self._grace_s = grace_s
         self._replica_lost_after_s = replica_lost_after_s
         self._started_at_s = time.monotonic()
+        self._recovery_s = recovery_s
+        self._resumes_at_s = 0.0  # monotonic
 
     async def sweep_once(self) -> list[Verdict]:
         """Claim what is due and deal with each; what fails is due again when the claim ends."""
 
+        if time.monotonic() < self._resumes_at_s:
+            return []
+        began_s = time.monotonic()
+
         async def claim(session: AsyncSession) -> list[Request]:
-            return await metering_queries.claim_expired(
+            claimed = await metering_queries.claim_expired(
                 session, grace_s=self._grace_s, lease_s=CLAIM_S, limit=BATCH
             )
+            if time.monotonic() - began_s > STALL_S:
+                raise DatabaseUnavailableError("The database stood still while it was asked.")
+            return claimed
 
-        claimed = await run_transaction(self._sessions, claim)
+        try:
+            claimed = await run_transaction(self._sessions, claim)
+        except UnavailableError:
+            self._resumes_at_s = time.monotonic() + self._recovery_s
+            raise
         results = await asyncio.gather(
             *(self._deal_with(request) for request in claimed), return_exceptions=True
         )
@@ -126,6 +148,7 @@ class Sweeper:
                 lease_token=request.lease_token,
                 usage=usage_of(request, reason, usage),
                 settled_by=SWEEPER,
+                kind=_kind_of(request),
                 finish_reason=reason,
                 error_code=ERROR_CODE,
             ),
@@ -149,18 +172,17 @@ class Sweeper:
             return "lost" if result.applied else "overtaken"
 
         async def void(session: AsyncSession) -> bool:
-            is_void = await metering_queries.void_request(
+            result = await metering.void_in(
                 session,
                 request.id,
                 request.lease_token,
                 voided_by=SWEEPER,
-                http_status=None,
                 error_code=ERROR_CODE,
             )
             # After the update, which waits for a landing that has locked the row.
             if await queries.find_landed(session, request.id, request.attempt) is not None:
                 raise _LandedMeanwhileError
-            return is_void
+            return result.applied
 
         try:
             return "voided" if await run_transaction(self._sessions, void) else "overtaken"
@@ -204,6 +226,10 @@ def usage_of(request: Request, reason: FinishReason | str, usage: Usage) -> Atte
     )
 
 
+def _kind_of(request: Request) -> RequestKind:
+    return "probe" if request.kind == "probe" else "user"
+
+
 def _as_lost(request: Request) -> Settlement:
     return Settlement(
         request_id=request.id,
@@ -217,6 +243,7 @@ def _as_lost(request: Request) -> Settlement:
             replica_id=request.replica_id,
         ),
         settled_by=SWEEPER,
+        kind=_kind_of(request),
         finish_reason="error",
         error_code=ERROR_CODE,
     )

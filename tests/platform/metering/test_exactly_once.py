@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from loraplex_engine.client import EngineLostError
 from loraplex_engine.protocol import FinishReason, JournalEntry, JournalReply, Usage, UsageReply
-from loraplex_platform.db.session import Database, create_database_engine
+from loraplex_platform.db.session import Database
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
@@ -22,7 +22,6 @@ from loraplex_platform.metering.records import Renewal
 from loraplex_platform.worker.engines import ConnectedReplica
 from loraplex_platform.worker.journals import JournalPuller
 from loraplex_platform.worker.sweeper import SWEEPER, Sweeper
-from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from tests.support.metering import add_customer, reservation, rows_of, run_sql, settlement
 from tests.support.postgres import database_settings, serving_url
@@ -117,15 +116,14 @@ class Fleet(RuleBasedStateMachine):
         self.engine = SimulatedEngine()
         self.flights: list[Flight] = []
         self.truth: dict[UUID, int] = {}  # tokens the engine really generated
-        engine = self.run(self._connect())
-        self.db = Database(engine, async_sessionmaker(engine, expire_on_commit=False))
+        self.db = self.run(self._connect())
         self.customer = self.run(add_customer(self.db, f"t{next(_slugs)}"))
         self.engine.tenant_id = self.customer.tenant_id
         self.sweeper = self._sweeper()
         self.puller = self._puller()
 
-    async def _connect(self) -> Any:
-        return create_database_engine(database_settings(self.sessions_url, database_pool_size=4))
+    async def _connect(self) -> Database:
+        return Database.connected(database_settings(self.sessions_url, database_pool_size=4))
 
     def _sweeper(self) -> Sweeper:
         return Sweeper(
@@ -281,7 +279,7 @@ class Fleet(RuleBasedStateMachine):
             self.run(self._let_the_dust_settle())
             self.run(self._check_books())
         finally:
-            self.run(self.db.engine.dispose())
+            self.run(self.db.close())
             self.runner.close()
 
     async def _let_the_dust_settle(self) -> None:

@@ -151,7 +151,7 @@ async def test_a_probe_is_absorbed(db: Database) -> None:
     wanted = reservation(customer, key_id=None, kind="probe", endpoint="probe")
     await service.reserve(db.sessions, wanted)
 
-    await service.settle(db.sessions, settlement(wanted.request_id))
+    await service.settle(db.sessions, settlement(wanted.request_id, kind="probe"))
 
     _, [attempt], [entry] = await rows_of(db, wanted.request_id)
     assert (attempt.billed, attempt.absorbed, entry.account) == (0, 20, "absorbed")
@@ -194,7 +194,7 @@ async def test_void_costs_nothing_and_is_final(db: Database) -> None:
     wanted = reservation(customer)
     await service.reserve(db.sessions, wanted)
 
-    assert await service.void(
+    first = await service.void(
         db.sessions,
         wanted.request_id,
         1,
@@ -202,7 +202,8 @@ async def test_void_costs_nothing_and_is_final(db: Database) -> None:
         http_status=503,
         error_code="queue_full",
     )
-    assert not await service.void(db.sessions, wanted.request_id, 1, voided_by="gw-1")
+    second = await service.void(db.sessions, wanted.request_id, 1, voided_by="gw-1")
+    assert (first.applied, second.applied) == (True, False)
     assert not (await service.settle(db.sessions, settlement(wanted.request_id))).applied
 
     request, attempts, ledger = await rows_of(db, wanted.request_id)
@@ -239,7 +240,8 @@ async def test_a_holder_of_an_old_lease_can_do_nothing(db: Database) -> None:
     await run_sql(db, "update requests set lease_token = 2")
 
     assert not (await service.settle(db.sessions, settlement(wanted.request_id, 1))).applied
-    assert not await service.void(db.sessions, wanted.request_id, 1, voided_by="gw-1")
+    void = await service.void(db.sessions, wanted.request_id, 1, voided_by="gw-1")
+    assert not void.applied
     assert not await service.assign(db.sessions, wanted.request_id, 1, replica_id="r", attempt=2)
     assert (await service.settle(db.sessions, settlement(wanted.request_id, 2))).applied
 

@@ -1,0 +1,89 @@
+"""Single statements, each a transaction of its own in one round trip.
+
+For what every request does (`loraplex_reserve`, `loraplex_settle`): the driver is used as it is, on
+connections that commit by themselves. Nothing is asked of a connection before it is used; a broken one
+is found by using it, and the statement is run once more on a new one. So every statement here must be
+safe to repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import psycopg
+import structlog
+from psycopg.pq import TransactionStatus
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
+
+from loraplex_platform.db.errors import LOST_RACES, DatabaseUnavailableError, means_unavailable
+
+log = structlog.get_logger(__name__)
+
+MAX_TRIES = 8
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+class CallPool:
+    """See the module's header.
+
+    Args:
+        engine: in autocommit, without a ping before use and without a rollback after it.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def call(self, query: str, parameters: Mapping[str, object]) -> Row:
+        """The statement's one row.
+
+        Args:
+            query: with %(name)s for parameters; prepared by the server on first use.
+
+        Raises:
+            DatabaseUnavailableError: the database is down, twice. Whether it was done is unknown.
+            psycopg.Error: the statement is at fault.
+        """
+        has_reconnected = False
+        for tries in range(1, MAX_TRIES + 1):
+            try:
+                return await self._once(query, parameters)
+            except (psycopg.Error, DatabaseUnavailableError) as error:
+                sqlstate = getattr(error, "sqlstate", None)
+                if sqlstate in LOST_RACES and tries < MAX_TRIES:
+                    log.info("call_retried", sqlstate=sqlstate)
+                elif not isinstance(error, DatabaseUnavailableError) and not means_unavailable(
+                    error
+                ):
+                    raise
+                elif has_reconnected:
+                    raise DatabaseUnavailableError from error
+                else:
+                    has_reconnected = True
+                    # What is idle was connected to the same server: as a rule it is broken as well.
+                    await self._engine.dispose()
+            # Losers of one race must not meet again in step.
+            await asyncio.sleep(random.uniform(0.001, 0.005) * 2**tries)  # noqa: S311 # not a secret
+        raise AssertionError("the last try returns or raises")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._engine.dispose()
+
+    async def _once(self, query: str, parameters: Mapping[str, object]) -> Row:
+        lent = await self._engine.raw_connection()
+        connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_call_engine`
+        try:
+            cursor = await connection.execute(query, parameters, prepare=True)
+            row: Row | None = await cursor.fetchone()
+            if row is None:
+                raise AssertionError("a call has one row")
+            return row
+        finally:
+            if connection.info.transaction_status != TransactionStatus.IDLE:
+                await greenlet_spawn(lent.invalidate)
+            await greenlet_spawn(lent.close)

@@ -1,0 +1,221 @@
+"""Limits over HTTP: set, list with use, change, remove; scheduling; explanations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from loraplex_platform.ids import format_id, parse_id, uuid7
+from loraplex_platform.metering import service
+
+from tests.platform.control.stand import Stand, error_of
+from tests.support.metering import Customer, reservation
+
+LIMITS = "/admin/v1/limits"
+
+
+async def customer_of(stand: Stand, slug: str = "acme") -> tuple[Customer, dict[str, str]]:
+    """A tenant with a key, and the ids of both as the API shows them."""
+    tenant = await stand.tenant(slug)
+    key = (
+        await stand.admin.post(f"/admin/v1/tenants/{tenant['id']}/keys", json={"name": "k"})
+    ).json()
+    customer = Customer(
+        parse_id("tenant", tenant["id"]), parse_id("api_key", key["id"]), key["secret"]
+    )
+    return customer, {"tenant": tenant["id"], "key": key["id"]}
+
+
+async def set_limit(stand: Stand, **body: Any) -> dict[str, Any]:
+    answer = await stand.admin.post(LIMITS, json=body)
+    assert answer.status_code == 201, answer.text
+    assert answer.headers["etag"] == f'"{answer.json()["version"]}"'
+    return dict(answer.json())
+
+
+async def test_a_quota_is_set_and_shows_its_use(stand: Stand) -> None:
+    customer, ids = await customer_of(stand)
+
+    limit = await set_limit(
+        stand,
+        scope_kind="tenant",
+        scope_id=ids["tenant"],
+        metric="cost",
+        period="month",
+        value="12.5",
+        alert_pct=[80, 50],
+    )
+    await service.reserve(stand.db.sessions, reservation(customer))
+
+    assert limit["id"].startswith("lim_")
+    assert (limit["value"], limit["unit"], limit["hard"]) == ("12.50", "USD", True)
+    assert (limit["alert_pct"], limit["fail_mode"], limit["burst"]) == ([50, 80], None, None)
+    assert limit["tenant_id"] == limit["scope_id"] == ids["tenant"]
+    [shown] = (await stand.admin.get(LIMITS, params={"tenant_id": ids["tenant"]})).json()["data"]
+    assert shown["use"] | {"period_start": 0, "period_end": 0} == {
+        "used": "0.00",
+        "held": "0.0000042",
+        "remaining": "12.4999958",
+        "period_start": 0,
+        "period_end": 0,
+    }
+    assert shown["use"]["period_start"] < shown["use"]["period_end"]
+    one = await stand.admin.get(f"{LIMITS}/{limit['id']}")
+    assert one.json() == shown
+    assert (await stand.admin.get(LIMITS, params={"scope_kind": "key"})).json()["data"] == []
+
+
+async def test_a_rate_is_set_for_a_key_and_for_the_platform(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+
+    rate = await set_limit(
+        stand, scope_kind="key", scope_id=ids["key"], metric="rpm", value="60", burst=5
+    )
+    shared = await set_limit(stand, scope_kind="platform", metric="concurrency", value="100")
+
+    assert (rate["period"], rate["burst"], rate["use"]) == ("minute", 5, None)
+    assert rate["fail_mode"] == "local"
+    assert rate["tenant_id"] == ids["tenant"]
+    assert (shared["period"], shared["scope_id"], shared["tenant_id"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"metric": "cost"}, "period"),
+        ({"metric": "rpm", "period": "day"}, "period"),
+        ({"metric": "cost", "period": "rolling"}, "window_hours"),
+        ({"metric": "cost", "period": "day", "window_hours": 24}, "window_hours"),
+        ({"metric": "tokens_in", "period": "day", "value": "1.5"}, "value"),
+        ({"metric": "cost", "period": "day", "value": "-1"}, "value"),
+        ({"metric": "cost", "period": "day", "value": "1e3"}, "value"),
+        ({"metric": "cost", "period": "day", "burst": 1}, "burst"),
+        ({"metric": "concurrency", "burst": 1}, "burst"),
+        ({"metric": "cost", "period": "day", "fail_mode": "open"}, "fail_mode"),
+        ({"metric": "rpm", "alert_pct": [50]}, "alert_pct"),
+        ({"metric": "rpm", "hard": False}, "hard"),
+        ({"metric": "rpm", "valid_from": 2, "valid_to": 2}, "valid_to"),
+        ({"metric": "rpm", "scope_kind": "platform"}, "scope_id"),
+        ({"metric": "rpm", "scope_id": None}, "scope_id"),
+    ],
+)
+async def test_what_does_not_fit_names_its_field(
+    stand: Stand, body: dict[str, Any], param: str
+) -> None:
+    _, ids = await customer_of(stand)
+    whole = {"scope_kind": "tenant", "scope_id": ids["tenant"], "value": "10"} | body
+
+    refused = await stand.admin.post(LIMITS, json=whole)
+
+    assert error_of(refused, 400, "invalid_request")["param"] == param
+    assert (await stand.admin.get(LIMITS)).json()["data"] == []
+
+
+async def test_a_scope_that_is_not_there_is_not_found(stand: Stand) -> None:
+    for kind, scope_id in (
+        ("tenant", format_id("tenant", uuid7())),
+        ("key", "key_nonsense"),
+        ("project", format_id("project", uuid7())),
+        ("deployment", format_id("deployment", uuid7())),
+        ("adapter", format_id("adapter", uuid7())),
+    ):
+        body = {"scope_kind": kind, "scope_id": scope_id, "metric": "rpm", "value": "1"}
+        error_of(await stand.admin.post(LIMITS, json=body), 404, "not_found")
+
+
+async def test_there_is_one_of_a_kind(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    body = {
+        "scope_kind": "tenant",
+        "scope_id": ids["tenant"],
+        "metric": "cost",
+        "period": "month",
+        "value": "1",
+    }
+    await set_limit(stand, **body)
+
+    error_of(await stand.admin.post(LIMITS, json=body | {"value": "2"}), 409, "conflict")
+    await set_limit(stand, **body | {"hard": False})
+
+
+async def test_a_change_names_the_version_that_it_means(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    limit = await set_limit(
+        stand, scope_kind="tenant", scope_id=ids["tenant"], metric="rpm", value="60", burst=5
+    )
+    path = f"{LIMITS}/{limit['id']}"
+
+    changed = await stand.admin.patch(
+        path, json={"value": "70", "burst": None}, headers={"if-match": '"1"'}
+    )
+    stale = await stand.admin.patch(path, json={"value": "80"}, headers={"if-match": '"1"'})
+
+    assert (changed.json()["value"], changed.json()["burst"]) == ("70", None)
+    assert changed.headers["etag"] == '"2"'
+    assert "value is '70'" in error_of(stale, 409, "version_conflict")["message"]
+    error_of(await stand.admin.delete(path, headers={"if-match": '"1"'}), 409, "version_conflict")
+    assert (await stand.admin.delete(path, headers={"if-match": '"2"'})).status_code == 204
+    error_of(await stand.admin.get(path), 404, "not_found")
+    error_of(await stand.admin.patch(path, json={"value": "1"}), 404, "not_found")
+    refused = await stand.admin.patch(f"{LIMITS}/nonsense", json={"value": "1"})
+    error_of(refused, 404, "not_found")
+
+
+async def test_priority_and_weight_are_the_operators_to_set(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    path = f"/admin/v1/tenants/{ids['tenant']}/scheduling"
+    before = await stand.admin.get(path)
+
+    changed = await stand.admin.patch(
+        path, json={"weight": 2.5}, headers={"if-match": before.headers["etag"]}
+    )
+    stale = await stand.admin.patch(
+        path, json={"priority": 1}, headers={"if-match": before.headers["etag"]}
+    )
+    viewer = await stand.login()
+
+    assert (before.json()["priority"], before.json()["weight"]) == (0, 1.0)
+    assert (changed.json()["priority"], changed.json()["weight"]) == (0, 2.5)
+    error_of(stale, 409, "version_conflict")
+    for body in ({"weight": 0}, {"weight": 1001}, {"priority": 101}, {"priority": 0.5}):
+        error_of(await stand.admin.patch(path, json=body), 400, "invalid_request")
+    error_of(await viewer.patch(path, json={"weight": 3}), 403, "permission_denied")
+
+
+async def test_a_blocked_request_is_explained(stand: Stand) -> None:
+    customer, ids = await customer_of(stand)
+    await set_limit(
+        stand,
+        scope_kind="tenant",
+        scope_id=ids["tenant"],
+        metric="tokens_total",
+        period="day",
+        value="100",
+    )
+    wanted = reservation(customer)
+    await service.reserve(stand.db.sessions, wanted)
+
+    answer = await stand.admin.get(f"/admin/v1/explain/{format_id('request', wanted.request_id)}")
+
+    found = answer.json()
+    assert found["outcome"] == "running"
+    assert found["tenant_id"] == ids["tenant"]
+    assert "was cut to 90" in found["details"][0]
+    assert len(found["limit_ids"]) == 1
+    unknown = format_id("request", uuid7())
+    error_of(await stand.admin.get(f"/admin/v1/explain/{unknown}"), 404, "not_found")
+    error_of(await stand.admin.get("/admin/v1/explain/nonsense"), 404, "not_found")
+
+
+async def test_changes_are_audited(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    limit = await set_limit(
+        stand, scope_kind="tenant", scope_id=ids["tenant"], metric="rpm", value="60"
+    )
+    await stand.admin.patch(f"{LIMITS}/{limit['id']}", json={"value": "61"})
+    await stand.admin.delete(f"{LIMITS}/{limit['id']}")
+
+    entries = (await stand.admin.get("/admin/v1/audit")).json()["data"]
+    mine = [entry for entry in entries if entry["object_id"] == limit["id"]]
+    assert [entry["action"] for entry in mine] == ["limit.delete", "limit.update", "limit.create"]
+    assert (mine[1]["before"], mine[1]["after"]) == ({"value": "60"}, {"value": "61"})
