@@ -42,7 +42,10 @@ from loraplex_platform.rates.redis_client import Argument, DeadlineRedis, RedisA
 log = structlog.get_logger(__name__)
 
 LEASE_S = 20.0  # of a place; gateways renew every 5 s
-ADMISSION_KEPT_S = 1200.0  # beyond what any request may take
+# An admission is remembered until its request is over; where nothing will be given back (as a rule),
+# only for as long as it may be asked for twice.
+ADMISSION_KEPT_S = 1200.0
+ADMISSION_KEPT_BRIEFLY_S = 60.0
 EPOCH_KEPT_S = 86_400.0
 REBUILD_LOCK_S = 0.5
 REBUILD_DEADLINE_S = 0.5
@@ -210,6 +213,7 @@ class RateLimiter:
                 admission.views += views
                 return
             else:
+                admission.shares.remove(share)
                 raise RateLimitedError(admission.claim, [*admission.views, *views])
         raise RedisAwayError("Redis is being filled.")
 
@@ -221,7 +225,7 @@ class RateLimiter:
         arguments: list[Argument] = [
             *(id_, redis.epoch, claim.key_id.hex),
             *(claim.key_version, claim.tenant_version, claim.limits.version),
-            *(mode, self._lease_ms, round(ADMISSION_KEPT_S * 1000)),
+            *(mode, self._lease_ms, round(_kept_s(share) * 1000)),
         ]
         for limit in share.limits:
             arguments += _shape(limit, claim.amount(limit.metric))
@@ -272,9 +276,12 @@ class RateLimiter:
         shares, admission.shares = admission.shares, []
         for share in shares:
             claim = admission.claim
+            refunds = [claim.refund(limit.metric, used) for limit in share.limits]
+            if not any(refunds) and not share.place_keys:
+                continue
             arguments: list[Argument] = [claim.request_id.hex]
-            for limit in share.limits:
-                arguments += _shape(limit, claim.refund(limit.metric, used))
+            for limit, refund in zip(share.limits, refunds, strict=True):
+                arguments += _shape(limit, refund)
             names = [keys.admission(share.tag, claim.request_id), *share.keys]
             try:
                 if self._redis is not None:
@@ -318,3 +325,8 @@ def _shape(limit: RateLimit, amount: int) -> tuple[Argument, ...]:
     if limit.metric == "concurrency":
         return ("c", 0, limit.value, amount)
     return ("b", limit.value, limit.burst, amount)
+
+
+def _kept_s(share: Share) -> float:
+    is_brief = all(limit.metric == "rpm" for limit in share.limits)
+    return ADMISSION_KEPT_BRIEFLY_S if is_brief else ADMISSION_KEPT_S

@@ -93,7 +93,7 @@ for i = 4, #KEYS do
     reply[#reply + 1] = reset
     reply[#reply + 1] = has_taken and 0 or waits[i]
 end
-if does_take then
+if does_take and #KEYS > 3 then
     redis.call('SET', KEYS[3], '1', 'PX', ARGV[9])
 end
 return reply
