@@ -220,6 +220,16 @@ async def lines_of(session: AsyncSession, invoice_id: UUID) -> Sequence[InvoiceL
     return (await session.scalars(statement)).all()
 
 
+async def related_number(session: AsyncSession, invoice: Invoice) -> str | None:
+    """Of the invoice that a credit note cancels, or of the note that cancels an invoice."""
+    other = (
+        Invoice.corrects_id == invoice.id
+        if invoice.corrects_id is None
+        else Invoice.id == invoice.corrects_id
+    )
+    return await session.scalar(select(Invoice.number).where(other))
+
+
 async def replace_lines(
     session: AsyncSession, tenant_id: UUID, invoice_id: UUID, lines: Sequence[dict[str, Any]]
 ) -> None:

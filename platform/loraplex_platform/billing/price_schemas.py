@@ -11,7 +11,7 @@ from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSec
 from loraplex_platform.db import PriceBook, PriceItem
 from loraplex_platform.ids import PREFIXES, format_id
 
-MAX_ITEMS = 10_000
+MAX_ITEMS = 5_000
 MAX_TOKENS = 10**12
 TOKENS_PER_PRICE = 1_000_000
 MAX_UNIX_S = 32_503_680_000  # the year 3000

@@ -15,6 +15,7 @@ import structlog
 from fastapi import FastAPI
 from loraplex_engine.artifact import AdapterStore
 
+from loraplex_platform.billing.routes import routers as billing_routers
 from loraplex_platform.control import bootstrap, docs, health, housekeeping, login
 from loraplex_platform.control.context import ControlContext
 from loraplex_platform.control.errors import install_error_handlers
@@ -100,6 +101,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         registry.deployments_router,
         playground_router,
         metering_router,
+        *billing_routers,
         fleet_router,
         users.router,
         users.login_router,
