@@ -20,8 +20,10 @@ from fastapi import APIRouter, Request, Response
 from loraplex_engine.protocol import SamplingParams
 from starlette.requests import ClientDisconnect
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import ModelNotFoundError
 from loraplex_platform.gateway import openapi, queries
+from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
     Answer,
     AnswerHead,
@@ -30,7 +32,7 @@ from loraplex_platform.gateway.answers import (
     WholeChoice,
 )
 from loraplex_platform.gateway.chat_message import ChatMessage
-from loraplex_platform.gateway.context import Caller, Gateway, ThisGateway
+from loraplex_platform.gateway.context import Caller, Gateway, ThisGateway, find_caller
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import (
     AbandonedError,
@@ -66,6 +68,7 @@ from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tokenization import too_long
 from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.ids import format_id
+from loraplex_platform.rates.admission import Claim
 from loraplex_platform.tenancy.authentication import Authenticated
 
 Parsed = TypeVar("Parsed")
@@ -128,6 +131,7 @@ async def create_chat_completion(
         request,
         gateway,
         job,
+        gate=await _gate(request, gateway, caller, job),
         shape=partial(ChatAnswer, tools=tools),
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs,
@@ -174,6 +178,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         request,
         gateway,
         job,
+        gate=await _gate(request, gateway, caller, job),
         shape=CompletionAnswer,
         includes_usage=_includes_usage(body),
         num_top_logprobs=body.logprobs,
@@ -206,10 +211,13 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:
-    async with gateway.sessions() as session:
-        model = await queries.find_model(
-            session, caller.tenant_id, gateway.settings.base_model, name
-        )
+    async def find() -> queries.ServedModel | None:
+        async with gateway.sessions() as session:
+            return await queries.find_model(
+                session, caller.tenant_id, gateway.settings.base_model, name
+            )
+
+    model = await within(gateway.settings.database_deadline_s, find())
     if model is None:
         raise unknown_model(name)
     return model
@@ -291,8 +299,37 @@ def _job(
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
+        priority=caller.priority,
+        weight=caller.weight,
         retry=retry,
     )
+
+
+async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: Job) -> RateGate:
+    """The request's way past its rate limits; its answer's headers say how they stand."""
+
+    async def claim_of(who: Authenticated, *, is_fresh: bool) -> Claim:
+        claiming = gateway.admissions.claim(
+            who,
+            job.request_id,
+            job.model,
+            prompt_tokens=len(job.prompt_ids),
+            max_completion_tokens=job.sampling.max_tokens * job.sampling.n,
+            is_fresh=is_fresh,
+        )
+        return await within(gateway.settings.database_deadline_s, claiming)
+
+    async def reload() -> Claim:
+        # All that was decided by what we remembered of the caller is decided again.
+        who = await find_caller(request, is_fresh=True)
+        await _find_model(gateway, who, job.model.public_name)
+        request.scope[RATES] = gate
+        return await claim_of(who, is_fresh=True)
+
+    claim = await claim_of(caller, is_fresh=False)
+    gate = RateGate(gateway.admissions.rates, claim, reload)
+    request.scope[RATES] = gate
+    return gate
 
 
 def _params(body: ChatRequest | CompletionRequest, max_tokens: str) -> FieldNames:
@@ -333,6 +370,7 @@ async def run(
     gateway: Gateway,
     job: Job,
     *,
+    gate: RateGate | None = None,
     shape: Callable[[AnswerHead, TokenBytes], Answer],
     includes_usage: bool,
     num_top_logprobs: int | None,
@@ -345,8 +383,14 @@ async def run(
         sessions=gateway.sessions,
         router=gateway.router,
         retries=gateway.retries,
+        refusals=gateway.refusals,
+        spool=gateway.spool,
+        database_deadline_s=gateway.settings.database_deadline_s,
         token_bytes=gateway.tokenizer.token_bytes,
         metrics=gateway.metrics,
+        failpoints=gateway.failpoints,
+        lease_s=gateway.settings.request_lease_s,
+        gate=gate,
     )
     gateway.pumps.start(pump)
     listener = _Listener(pump, asyncio.create_task(_watch_client(request, pump)))
@@ -370,6 +414,8 @@ async def run(
         )
         answer = shape(head, gateway.tokenizer.token_bytes)
         headers = {"x-loraplex-revision": revision}
+        if pump.clamped_max_tokens is not None:
+            headers["x-loraplex-max-tokens"] = str(pump.clamped_max_tokens)
         if job.is_stream:
             chunks = _chunks(pump, answer, first, request_id_of(request.scope))
             if job.retry is not None and job.retry.keeps_answer:

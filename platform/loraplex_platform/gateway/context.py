@@ -11,17 +11,24 @@ from uuid import UUID
 import structlog
 from fastapi import Depends, Request
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.errors import InvalidApiKeyError
+from loraplex_platform.gateway.admissions import RATES, Admissions, RateView
 from loraplex_platform.gateway.errors import AuthBackendUnavailableError, GatewayDrainingError
+from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.metrics import GatewayMetrics
+from loraplex_platform.gateway.middleware import REQUEST_UUID
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Router
+from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.tokenization import BaseTokenizer
+from loraplex_platform.quotas.refusal_log import RefusalLog
 from loraplex_platform.settings import GatewaySettings
-from loraplex_platform.tenancy.authentication import Authenticated, authenticate
+from loraplex_platform.tenancy.authentication import Authenticated
+from loraplex_platform.users.visitor import Network, visitor_address
 
 
 @dataclass(slots=True)
@@ -34,9 +41,14 @@ class Gateway:
     router: Router
     pumps: PumpSupervisor
     retries: Retries
+    refusals: RefusalLog
+    spool: Spool | None  # None: without a folder for one
+    admissions: Admissions
     tokenizer: BaseTokenizer
     metrics: GatewayMetrics
     is_draining: bool = field(default=False)
+    trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For names the client
+    failpoints: Failpoints = INERT
     pump: type[Pump] = Pump  # what runs a request; a profile's keeps no books
 
     def salt_of(self, tenant_id: UUID) -> bytes:
@@ -50,11 +62,22 @@ class Gateway:
             "This gateway is restarting; try again.", retry_after_s=RETRY_AFTER_S
         )
 
-    async def authenticate(self, request: Request) -> Authenticated:
+    def address_of(self, request: Request) -> str:
+        """Where a request comes from, behind our own proxies; empty on a unix socket."""
+        peer = "" if request.client is None else request.client.host
+        forwarded = request.headers.getlist("x-forwarded-for")
+        return visitor_address(peer, forwarded, self.trusted_proxies)
+
+    async def authenticate(self, request: Request, *, is_fresh: bool = False) -> Authenticated:
         """Whoever holds the key in `Authorization: Bearer`; no other place is looked at.
+
+        Args:
+            request: of the data plane.
+            is_fresh: whether what is remembered of the key will not do.
 
         Raises:
             InvalidApiKeyError and its kinds: 401.  TenantSuspendedError: 403.
+            TooManyAttemptsError: 429, too many unknown keys from this address.
             AuthBackendUnavailableError: we cannot tell, so it is a 503.
         """
         values = request.headers.getlist("authorization")
@@ -62,7 +85,12 @@ class Gateway:
         if scheme.lower() != "bearer" or not secret.strip():
             raise InvalidApiKeyError("No API key. Send it as 'Authorization: Bearer <key>', once.")
         try:
-            return await authenticate(self.sessions, self.settings.key_pepper, secret.strip())
+            return await within(
+                self.settings.database_deadline_s,
+                self.admissions.keys.find(
+                    secret.strip(), self.address_of(request), is_fresh=is_fresh
+                ),
+            )
         except DatabaseUnavailableError as error:
             raise AuthBackendUnavailableError(
                 "Keys cannot be checked right now; try again.", retry_after_s=RETRY_AFTER_S
@@ -75,15 +103,30 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-async def caller_of(request: Request) -> Authenticated:
-    """The authenticated caller; refuses everyone while draining."""
+async def find_caller(request: Request, *, is_fresh: bool = False) -> Authenticated:
+    """The authenticated caller; refuses everyone while draining. `is_fresh`: see `authenticate`."""
     gateway = gateway_of(request)
     if gateway.is_draining:
         raise gateway.draining_error()
-    caller = await gateway.authenticate(request)
+    request.scope.pop(RATES, None)
+    caller = await gateway.authenticate(request, is_fresh=is_fresh)
     structlog.contextvars.bind_contextvars(tenant_id=str(caller.tenant_id))
+    request.scope[RATES] = RateView(gateway.admissions, caller, request.scope[REQUEST_UUID])
     return caller
+
+
+async def caller_of(request: Request) -> Authenticated:
+    """The caller as remembered: whatever it asks for is admitted later, which compares versions."""
+    return await find_caller(request)
+
+
+async def confirmed_caller_of(request: Request) -> Authenticated:
+    """The caller of what needs no admission: the versions are compared here."""
+    caller = await find_caller(request)
+    view: RateView = request.scope[RATES]
+    return await find_caller(request, is_fresh=True) if await view.is_stale() else caller
 
 
 ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 Caller = Annotated[Authenticated, Depends(caller_of)]
+ConfirmedCaller = Annotated[Authenticated, Depends(confirmed_caller_of)]

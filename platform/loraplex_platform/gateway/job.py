@@ -44,6 +44,8 @@ class Job:
     timeout_s: float
     tools: ToolPlan | None = None
     params: FieldNames = FieldNames()
+    priority: int = 0  # of its tenant, at the engine; larger is more urgent
+    weight: float = 1.0  # of its tenant, among those of its priority
     retry: Retry | None = None  # came with an Idempotency-Key, which it is to claim
 
     @property

@@ -23,7 +23,9 @@ from starlette.types import ASGIApp
 from loraplex_platform.db.migrate import SchemaMismatchError, refuse_other_schema
 from loraplex_platform.gateway.app import create_app, open_gateway
 from loraplex_platform.gateway.context import Gateway
+from loraplex_platform.gateway.failpoints import FailpointError
 from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
+from loraplex_platform.gateway.spool import SpoolFolderError
 from loraplex_platform.gateway.tokenization import ModelFolderError
 from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import GatewaySettings
@@ -50,7 +52,7 @@ def run(settings: GatewaySettings, *, port_file: Path | None = None) -> int:
         refuse_other_schema(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings, port_file=port_file))
-    except (ModelFolderError, SchemaMismatchError) as error:
+    except (ModelFolderError, SchemaMismatchError, SpoolFolderError, FailpointError) as error:
         log.error("gateway_cannot_start", reason=str(error))
         return 2
     except OSError as error:

@@ -16,6 +16,7 @@ from loraplex_platform.errors import BodyTooLargeError, PlatformError
 from loraplex_platform.gateway.admissions import RATES
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.errors import envelope
+from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.ids import uuid7
 
@@ -37,16 +38,19 @@ def request_id_of(scope: Scope) -> str:
 class RequestContext:
     """Gives each request its id, logs and counts its answer, and turns a crash into our 500."""
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: GatewayMetrics, failpoints: Failpoints = INERT
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._failpoints = failpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         # Made here, never taken from the client: a chosen id could hide a request from the bill.
-        scope[REQUEST_UUID] = uuid7()
+        scope[REQUEST_UUID] = uuid7(self._failpoints.unix_ms())
         scope[ARRIVED_S] = time.monotonic()
         request_id = request_id_of(scope)
         structlog.contextvars.clear_contextvars()
@@ -68,6 +72,8 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
+            if scope["method"] == "POST":
+                self._failpoints.hit("after_answer")
         except Exception as error:
             log_crash("request_crashed", error)
             if status:

@@ -13,22 +13,28 @@ one of these closes the books:
 | engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
 | refused by the engine, gone before dispatch, or not the first with its Idempotency-Key | void |
 | lease lost (the sweeper took over) | none here: the sweeper settles |
+
+Where Postgres does not take the ending it goes to the spool (`spool.py`), before the client hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError, EngineStream
 from loraplex_engine.protocol import Generate, TokenEvent, Usage
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import OverloadedError, PlatformError, UnavailableError
-from loraplex_platform.gateway.books import SETTLE_WAIT_S, Books, Ending
+from loraplex_platform.gateway.admissions import RateGate
+from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Ending
 from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
@@ -39,6 +45,7 @@ from loraplex_platform.gateway.errors import (
     EngineLostMidwayError,
 )
 from loraplex_platform.gateway.event_queue import EventQueue
+from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.job import (
     ChoiceEnded,
@@ -52,10 +59,14 @@ from loraplex_platform.gateway.job import (
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
+from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
-from loraplex_platform.metering.records import Renewal, Reservation
+from loraplex_platform.metering.records import LEASE_S, Renewal, Reservation
+from loraplex_platform.quotas.errors import LimitError
+from loraplex_platform.quotas.refusal_log import RefusalLog
+from loraplex_platform.rates.admission import RateLimitedError, TokenUse
 
 log = structlog.get_logger(__name__)
 
@@ -73,10 +84,19 @@ class Pump:
     sessions: SessionFactory
     router: Router
     retries: Retries
+    refusals: RefusalLog
+    spool: Spool | None
+    database_deadline_s: float  # of its reservation
     token_bytes: TokenBytes
     metrics: GatewayMetrics
+    failpoints: Failpoints = INERT
+    lease_s: float = LEASE_S
+    gate: RateGate | None = None  # None: no limits, as in a profile
     events: EventQueue[PumpEvent] = field(default_factory=EventQueue)
     lease_token: int | None = None
+    clamped_max_tokens: int | None = (
+        None  # of each choice, if a quota does not pay what was asked for
+    )
     is_over: bool = False
     _choices: list[Choice] = field(init=False)
     _first_token_s: float | None = field(default=None, init=False)
@@ -131,13 +151,19 @@ class Pump:
     # ------------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Reserve, generate, settle."""
+        """Admit, reserve, generate, settle."""
         structlog.contextvars.bind_contextvars(tenant_id=str(self.job.tenant_id))
         self.metrics.in_flight.inc()
         try:
             try:
+                await self._enter()
+                self.failpoints.hit("after_admit")
                 await self._reserve()
             except PlatformError as error:
+                await self._leave(None)
+                if isinstance(error, LimitError | RateLimitedError):
+                    job = self.job
+                    self.refusals.note(job.tenant_id, job.key_id, job.request_id, error)
                 self.events.put_nowait(Failed(error))
                 return
             try:
@@ -155,12 +181,23 @@ class Pump:
         finally:
             self.is_over = True
             self.metrics.in_flight.dec()
+            await self._leave(None)  # only what nobody else has given back
             elapsed_s = time.monotonic() - self.job.arrived_s
             self.metrics.e2e_latency.labels(self.job.endpoint).observe(elapsed_s)
 
+    async def _enter(self) -> None:
+        """Take the request's share of the rate limits."""
+        if self.gate is not None:
+            await self.gate.enter()
+
+    async def _leave(self, used: TokenUse | None) -> None:
+        """Give back what it does not need any more; the first call counts."""
+        if self.gate is not None:
+            await self.gate.leave(used)
+
     async def _reserve(self) -> None:
         job = self.job
-        reserved = await metering.reserve(
+        reserving = metering.reserve(
             self.sessions,
             Reservation(
                 request_id=job.request_id,
@@ -171,6 +208,8 @@ class Pump:
                 owner=self.owner,
                 est_prompt_tokens=len(job.prompt_ids),
                 est_completion_tokens=job.sampling.max_tokens * job.sampling.n,
+                num_choices=job.sampling.n,
+                min_completion_tokens=max(1, job.sampling.min_tokens),
                 is_stream=job.is_stream,
                 has_stop_strings=bool(job.stops or (job.tools and job.tools.ends_after_call)),
                 deployment_id=job.model.deployment_id,
@@ -178,9 +217,20 @@ class Pump:
                 adapter_version_id=job.model.adapter_version_id,
                 replica_id=self.replica.record.replica_id,
                 attempt=_ATTEMPT,
+                lease_s=self.lease_s,
             ),
         )
+        self.failpoints.hit("before_tx1")
+        self.failpoints.hit("inside_tx1")
+        # Should it come true after all, the sweeper lets go of it when its lease is over.
+        reserved = await within(self.database_deadline_s, reserving)
         self.lease_token = reserved.lease_token
+        self.failpoints.hit("after_tx1")
+        if reserved.max_tokens < job.sampling.max_tokens:
+            # No more than a quota pays: so a hard limit cannot be exceeded, however it ends.
+            sampling = msgspec.structs.replace(job.sampling, max_tokens=reserved.max_tokens)
+            self.job = dataclasses.replace(job, sampling=sampling)
+            self.clamped_max_tokens = reserved.max_tokens
 
     async def _claim(self) -> Ending | None:
         """Have the Idempotency-Key stand for this request; an ending if it cannot."""
@@ -215,6 +265,7 @@ class Pump:
         while True:
             if self._is_unwanted:
                 return self._void(self._killed_by or AbandonedError("The client is gone."))
+            self.failpoints.hit("before_dispatch")
             self._is_dispatched = True
             try:
                 self._stream = await self.replica.client.generate(self._message())
@@ -261,6 +312,8 @@ class Pump:
             prompt_token_ids=job.prompt_ids,
             sampling=job.sampling,
             adapter_digest=job.model.adapter_digest,
+            priority=job.priority,
+            weight=job.weight,
             deadline_unix_s=time.time() + job.timeout_s - waited_s,
         )
 
@@ -270,6 +323,7 @@ class Pump:
             raise RuntimeError("not dispatched")
         with contextlib.suppress(EngineLostError):
             event = await self._stream.follow(self._take)
+            self.failpoints.hit("after_terminal")
             if event.usage is not None:  # else without an account, which is as if it were lost
                 return self._ended_by(event, event.usage)
         if self._has_all_text:
@@ -294,6 +348,7 @@ class Pump:
     def _take(self, event: TokenEvent) -> None:
         """Count a choice's tokens and release their text."""
         choice = self._choices[event.index]
+        self.failpoints.hit("mid_stream" if event.usage is None else "before_terminal")
         if event.token_ids:
             self._note_times(choice, len(event.token_ids))
             self._release(event.index, choice.take(event))
@@ -377,14 +432,22 @@ class Pump:
     async def _close_books(self, ending: Ending) -> None:
         """Write the ending; tell the client meanwhile."""
         if self._has_lost_lease:
+            await self._leave(_use_of(ending))
             self.events.put_nowait(ending.event)
             return
         job = self.job
-        books = Books(job.request_id, self.owner, job.arrived_s, self.sessions, self.metrics)
+        books = Books(
+            job.request_id, self.owner, job.arrived_s, self.sessions, self.metrics, self.spool
+        )
+        self.failpoints.hit("before_tx2")
+        self.failpoints.hit("inside_tx2")
         closing = asyncio.create_task(
             books.close(ending, self.lease_token or 0, self._first_token_s)
         )
-        await asyncio.wait({closing}, timeout=SETTLE_WAIT_S)
+        # A client that asks again as soon as it has its answer must find its place free.
+        await self._leave(_use_of(ending))
+        await asyncio.wait({closing}, timeout=ANSWER_WAIT_S)
+        self.failpoints.hit("after_tx2")
         self.events.put_nowait(ending.event)
         await closing
 
@@ -425,6 +488,7 @@ class Pump:
             histogram.observe(now_s - self.job.arrived_s)
             welcome = self.replica.client.welcome
             fingerprint = self.replica.record.model_fingerprint
+            self.failpoints.hit("after_first_token")
             self.events.put_nowait(
                 Started(fingerprint if welcome is None else welcome.model_fingerprint)
             )
@@ -432,6 +496,17 @@ class Pump:
             gap_s = (now_s - choice.last_token_s) / num_tokens
             self.metrics.inter_token_latency.observe(self.job.endpoint, gap_s, num_tokens)
         choice.last_token_s = now_s
+
+
+def _use_of(ending: Ending) -> TokenUse | None:
+    """What a request counts for in token rates: what its client got; None: it did not run."""
+    usage = ending.usage
+    if usage is None:
+        return None
+    if usage.outcome in ("fault", "lost"):
+        return TokenUse(0, 0)
+    discarded = usage.discarded_past_stop + usage.discarded_past_abort
+    return TokenUse(usage.prompt_tokens, usage.generated - discarded)
 
 
 def _loop_time(monotonic_s: float) -> float:

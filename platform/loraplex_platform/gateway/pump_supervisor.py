@@ -8,10 +8,14 @@ import structlog
 
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import PlatformError, UnavailableError
-from loraplex_platform.gateway.books import SETTLE_WAIT_S
+from loraplex_platform.gateway.books import ANSWER_WAIT_S
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.pump import ABORT_ANSWER_S, Pump
 from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.records import LEASE_S
+from loraplex_platform.rates.limiter import RateLimiter
+
+RENEWALS_PER_LEASE = 4  # so that one or two may fail
 
 log = structlog.get_logger(__name__)
 
@@ -22,11 +26,21 @@ class PumpSupervisor:
     Args:
         sessions: for renewals alone. They must not wait behind requests that crowd a shared pool, or
             a busy gateway loses its leases and with them the requests.
+        rates: whose places are extended too; None: there are none.
+        lease_s: how long a request stays ours without a renewal.
     """
 
-    def __init__(self, sessions: SessionFactory, *, renew_interval_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        sessions: SessionFactory,
+        rates: RateLimiter | None = None,
+        *,
+        lease_s: float = LEASE_S,
+    ) -> None:
         self._sessions = sessions
-        self._renew_interval_s = renew_interval_s
+        self._rates = rates
+        self._lease_s = lease_s
+        self._renew_interval_s = lease_s / RENEWALS_PER_LEASE
         self._tasks: dict[asyncio.Task[None], Pump] = {}
 
     @property
@@ -58,9 +72,12 @@ class PumpSupervisor:
 
     async def renew_once(self) -> None:
         """One round."""
+        if self._rates is not None:
+            gates = [pump.gate for pump in self._tasks.values() if pump.gate is not None]
+            await self._rates.renew([g.admission for g in gates if g.admission is not None])
         pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
         renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
-        for request_id in await metering.renew(self._sessions, renewals):
+        for request_id in await metering.renew(self._sessions, renewals, lease_s=self._lease_s):
             pump = pumps[request_id]
             if pump.renewal is not None:  # not settled by itself meanwhile
                 log.warning("lease_lost", request_id=str(request_id))
@@ -71,7 +88,7 @@ class PumpSupervisor:
         await self.wait(grace_s)
         for pump in self.live:
             pump.kill(error)
-        await self.wait(ABORT_ANSWER_S + SETTLE_WAIT_S)
+        await self.wait(ABORT_ANSWER_S + ANSWER_WAIT_S)
 
     async def wait(self, timeout_s: float) -> None:
         """Until the pumps of this moment have ended, or the time is over."""

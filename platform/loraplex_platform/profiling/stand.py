@@ -36,9 +36,9 @@ from loraplex_platform.gateway.answers import ChatAnswer
 from loraplex_platform.gateway.books import Ending
 from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.context import Gateway
+from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.job import Job
 from loraplex_platform.gateway.main import listen, make_server
-from loraplex_platform.gateway.idempotency import Retries
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import (
     ARRIVED_S,
@@ -53,6 +53,7 @@ from loraplex_platform.gateway.routing import Replica, Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 from loraplex_platform.local.errors import LocalModeError
 from loraplex_platform.profiling.world import REQUEST_PATH
+from loraplex_platform.quotas.refusal_log import RefusalLog
 from loraplex_platform.settings import GatewaySettings
 
 _WARM_STEPS = 20
@@ -205,6 +206,9 @@ class _Stand:
             router=cast("Router", _OneReplica(Replica(_record(client.address), client))),
             pumps=PumpSupervisor(no_database),
             retries=Retries(no_database, settings.salt_key),
+            refusals=RefusalLog(no_database),
+            spool=None,
+            admissions=cast("Any", None),  # whoever asks may pass
             tokenizer=self._tokenizer,
             metrics=GatewayMetrics(),
             pump=_UnbookedPump,
