@@ -222,6 +222,7 @@ def test_each_process_has_only_its_own_secrets(compose: dict[str, Any]) -> None:
     assert holders("LORAPLEX_SALT_KEY") == {"gateway"}
     assert holders("LORAPLEX_SESSION_KEY") == holders("LORAPLEX_ADMIN_KEY") == {"control"}
     assert holders("LORAPLEX_KEY_PEPPER") == {"gateway", "control"}
+    assert holders("LORAPLEX_WEBHOOK_KEY") == {"control", "worker"}
 
 
 def test_stopping_waits_as_long_as_draining_takes(compose: dict[str, Any]) -> None:

@@ -210,9 +210,9 @@ CREATE TABLE retention_settings (
     CONSTRAINT pk_retention_settings PRIMARY KEY (name),
     CONSTRAINT ck_retention_settings_least CHECK (keep_days >= CASE name
         WHEN 'requests' THEN 62 WHEN 'audit_log' THEN 3650 WHEN 'invariant_runs' THEN 7
-        WHEN 'webhook_deliveries' THEN 1 WHEN 'refusals' THEN 1 WHEN 'sessions' THEN 1 END),
+        WHEN 'webhook_deliveries' THEN 1 WHEN 'sessions' THEN 1 END),
     CONSTRAINT ck_retention_settings_name CHECK (name in ('requests', 'audit_log',
-        'invariant_runs', 'webhook_deliveries', 'refusals', 'sessions'))
+        'invariant_runs', 'webhook_deliveries', 'sessions'))
 );
 GRANT SELECT, INSERT, UPDATE ON retention_settings TO loraplex_app;
 
@@ -223,8 +223,7 @@ CREATE FUNCTION loraplex_keep_days(wanted text) RETURNS integer
         SELECT CASE WHEN EXISTS (SELECT FROM retention_settings WHERE name = wanted)
             THEN (SELECT keep_days FROM retention_settings WHERE name = wanted)
             ELSE CASE wanted WHEN 'requests' THEN 400 WHEN 'invariant_runs' THEN 90
-                WHEN 'webhook_deliveries' THEN 30 WHEN 'refusals' THEN 30
-                WHEN 'sessions' THEN 30 END
+                WHEN 'webhook_deliveries' THEN 30 WHEN 'sessions' THEN 30 END
         END
     $$;
 

@@ -97,6 +97,18 @@ class IssuerSettings(_Settings):
     invoice_series: str = Field(default="INV", pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]{0,19}$")
 
 
+class WebhookSettings(_Settings):
+    """What webhooks need of who makes them and who sends them."""
+
+    # Their secrets are encrypted under it; None: there can be none. The old one opens what was sealed
+    # before it was changed.
+    webhook_key: Secret | None = None
+    webhook_old_key: Secret | None = None
+    # Networks of one's own that webhooks may reach, also by http: comma-separated. By default only the
+    # public internet can be reached.
+    webhook_networks: str = ""
+
+
 class GatewaySettings(DatabaseSettings, ModelSettings):
     """The data plane."""
 
@@ -145,7 +157,7 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
         return self
 
 
-class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings):
+class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSettings):
     """The admin API."""
 
     redis_url: SecretStr | None = None
@@ -173,7 +185,7 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings):
     curve_secret_key_file: Path | None = None
 
 
-class WorkerSettings(DatabaseSettings, IssuerSettings):
+class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings):
     """Sweeper, journal puller, replica mirror."""
 
     redis_url: SecretStr | None = None

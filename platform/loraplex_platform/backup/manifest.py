@@ -35,7 +35,7 @@ NEEDED_SECRETS: Final = {
     "key_pepper": "API keys are known by their MAC under it: without it no key works",
     "salt_key": "prefix caches are salted with it: without it they start cold",
     "session_key": "logins are known by their MAC under it: without it everybody logs in again",
-    "webhook_key": "webhook secrets and stored answers are encrypted under it",
+    "webhook_key": "webhook secrets are encrypted under it",
 }
 
 

@@ -18,6 +18,8 @@ from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.visitor import Network
+from loraplex_platform.webhooks.addresses import AddressRules
+from loraplex_platform.webhooks.signing import Vault
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class ControlContext:
     versions: Relay  # tells gateways of changed keys, tenants and limits
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
+    webhook_vault: Vault = field(default_factory=lambda: Vault(None))
+    webhook_rules: AddressRules = field(default_factory=AddressRules)
 
 
 def get_context(request: Request) -> ControlContext:

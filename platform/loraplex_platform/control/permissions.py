@@ -90,6 +90,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("invariant.write", "platform"),
         Action("retention.read", "platform"),
         Action("retention.write", "platform"),
+        Action("platform_webhook.read", "platform"),
+        Action("platform_webhook.write", "platform"),
         Action("outbox.read", "platform"),
         Action("outbox.write", "platform"),
         # One's own login.

@@ -27,6 +27,8 @@ class Credentials:
     # every start, so these two are made anew where they are missing.
     serve_role: str
     serve_password: str = field(repr=False)
+    # Webhook secrets are encrypted under it; of data directories from before it, made anew too.
+    webhook_key: str = field(repr=False)
 
 
 def load_or_make(path: Path) -> Credentials:
@@ -38,10 +40,11 @@ def load_or_make(path: Path) -> Credentials:
         SettingError: the file is damaged, or others may read it.
     """
     content = read_json(path)
-    login = {
+    renewed = {
         # One server may hold the databases of several data directories: each has a login of its own.
         "serve_role": f"loraplex_serve_{secrets.token_hex(4)}",
         "serve_password": secrets.token_urlsafe(SECRET_BYTES),
+        "webhook_key": secrets.token_urlsafe(SECRET_BYTES),
     }
     if content is None:
         made = Credentials(
@@ -49,15 +52,16 @@ def load_or_make(path: Path) -> Credentials:
             salt_key=secrets.token_urlsafe(SECRET_BYTES),
             session_key=secrets.token_urlsafe(SECRET_BYTES),
             admin_key=_mint_admin_key(),
-            **login,
+            **renewed,
         )
         write_private(path, asdict(made))
         return made
     if path.stat().st_mode & 0o077:
         raise SettingError(f"{path} may be read by others: chmod 600 {path}")
-    is_renewed = not login.keys() <= content.keys()
+    is_renewed = not renewed.keys() <= content.keys()
     if is_renewed:
-        content = {**content, **login}
+        # What is there stays: a lost webhook key would cost every webhook its secret.
+        content = {**renewed, **content}
     names = [item.name for item in fields(Credentials)]
     missing = [name for name in names if not isinstance(content.get(name), str)]
     if missing:

@@ -116,7 +116,7 @@ class Fleet:
             Service(
                 name="worker",
                 command=self._worker_command,
-                env=lambda: self._env(self._data_stores() | {"LORAPLEX_WORKER_PORT": "0"}),
+                env=self._worker_env,
                 is_ready=http_ok_at_port_file(self._worker_port_file, "/live"),
                 after=("migrate", *on_redis),
                 # It lands the engine's journal: the engine's last entries come from ended requests.
@@ -235,6 +235,7 @@ class Fleet:
             | {
                 "LORAPLEX_KEY_PEPPER": self._credentials.key_pepper,
                 "LORAPLEX_SESSION_KEY": self._credentials.session_key,
+                "LORAPLEX_WEBHOOK_KEY": self._credentials.webhook_key,
                 "LORAPLEX_ADMIN_KEY": self._credentials.admin_key,
                 "LORAPLEX_STORE_URL": self._data_dir.store.as_uri(),
                 "LORAPLEX_CONTROL_HOST": options.host,
@@ -244,6 +245,13 @@ class Fleet:
                 "LORAPLEX_CONSOLE_URL": options.console_url or options.control_url,
             }
         )
+
+    def _worker_env(self) -> dict[str, str]:
+        own = {
+            "LORAPLEX_WORKER_PORT": "0",
+            "LORAPLEX_WEBHOOK_KEY": self._credentials.webhook_key,
+        }
+        return self._env(self._data_stores() | own)
 
     def _console_address(self) -> str:
         """Whose word about a visitor counts. On loopback all visitors are this machine anyway, and

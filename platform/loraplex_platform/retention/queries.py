@@ -25,7 +25,6 @@ _DUE: Final = {
         "webhook_deliveries",
         "created_at < now() - make_interval(days => :days) and status <> 'pending'",
     ),
-    "refusals": ("refusals", "at < now() - make_interval(days => :days)"),
     "sessions": ("sessions", "expires_at < now() - make_interval(days => :days)"),
 }
 

@@ -6,14 +6,14 @@
 | audit log | for ever | 3650 days | from the oldest on; the chain goes on from where it was cut |
 | kept checks of the books | 90 days | 7 | delete; the newest stays |
 | webhook deliveries | 30 days | 1 | delete, once they are done |
-| refusals | 30 days | 1 | delete |
 | sessions | 30 days past their end | 1 | delete |
 
 A month of requests goes only as a whole, the oldest first, and only when nothing in it is reserved and
 every day of it is rolled up. Ledger, invoices, rollups and price books are never deleted: no code here,
 and no right of the runtime role, can. The leasts are kept by the database (migration 0008), so that
-nobody who serves can go below them. Outbox messages are the relay's to purge, a day after delivery; replies
-kept for an Idempotency-Key live exactly as long as the protocol promises (control/housekeeping.py).
+nobody who serves can go below them. What has its own clock is purged by its owner: outbox messages a day after
+delivery (outbox/relay.py), refusals and ended quota windows (quotas/queries.py), and replies kept for an
+Idempotency-Key exactly when the protocol says (control/housekeeping.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ RuleName = Literal[
     "audit_log",
     "invariant_runs",
     "webhook_deliveries",
-    "refusals",
     "sessions",
 ]
 NAMES: Final[tuple[RuleName, ...]] = get_args(RuleName)
@@ -46,7 +45,6 @@ LEAST_DAYS: Final[dict[RuleName, int]] = {
     "audit_log": 3650,
     "invariant_runs": 7,
     "webhook_deliveries": 1,
-    "refusals": 1,
     "sessions": 1,
 }
 BATCH = 10_000
