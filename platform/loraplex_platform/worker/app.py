@@ -15,6 +15,8 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from loraplex_platform.audit.service import SYSTEM
+from loraplex_platform.billing.invoices import InvoiceWorker
+from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.ids import uuid7_floor
@@ -42,6 +44,7 @@ MONTHS_AHEAD = 2
 INVARIANT_INTERVAL_S = 3600.0
 INVARIANT_WINDOW = timedelta(days=2)
 RETENTION_INTERVAL_S = 3600.0
+INVOICE_INTERVAL_S = 3600.0
 BACKLOG_INTERVAL_S = 15.0
 PURGE_INTERVAL_S = 600.0
 
@@ -78,6 +81,7 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
         topics = _topics(stack, settings, registry)
         loops = [
             *_loops(settings, database, ConnectedEngines(router), registry, metrics),
+            *_billing_loops(settings, database, metrics),
             *_outbox_loops(database, topics, registry, metrics),
         ]
         tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
@@ -128,6 +132,20 @@ def _outbox_loops(
         ),
         Loop("outbox_backlog", BACKLOG_INTERVAL_S, look_at_backlog, loop_metrics),
         Loop("outbox_purge", PURGE_INTERVAL_S, purge, loop_metrics),
+    ]
+
+
+def _billing_loops(
+    settings: WorkerSettings, database: Database, metrics: LoopMetrics
+) -> list[Loop]:
+    days = settings.invoice_finalize_after_days
+    invoices = InvoiceWorker(
+        database.sessions, settings, None if days is None else timedelta(days=days)
+    )
+    rollups = RollupWorker(database.sessions)
+    return [
+        Loop("rollups", settings.rollup_interval_s, rollups.run_once, metrics),
+        Loop("invoices", INVOICE_INTERVAL_S, invoices.run_once, metrics),
     ]
 
 
