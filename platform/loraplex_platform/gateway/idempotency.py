@@ -54,6 +54,7 @@ from loraplex_platform.tenancy.authentication import Authenticated
 log = structlog.get_logger(__name__)
 
 KEEP: Final = timedelta(hours=24)
+KEEP_WAIT_S: Final = 1.0  # how long a finished answer waits until it is kept
 MAX_ANSWER_BYTES: Final = 1024 * 1024  # a longer answer is not kept
 _NONCE_BYTES = 12
 
@@ -160,7 +161,7 @@ class Retries:
 
         try:
             keeping = run_transaction(self._sessions, work, is_idempotent=True)
-            await within(self._deadline_s, keeping)
+            await within(min(KEEP_WAIT_S, self._deadline_s), keeping)
         except UnavailableError as error:
             log.warning("answer_not_kept", reason=error.message)
 

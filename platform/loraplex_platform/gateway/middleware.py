@@ -50,7 +50,8 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         # Made here, never taken from the client: a chosen id could hide a request from the bill.
-        scope[REQUEST_UUID] = uuid7(self._failpoints.unix_ms())
+        is_post = scope["method"] == "POST"
+        scope[REQUEST_UUID] = uuid7(self._failpoints.unix_ms() if is_post else None)
         scope[ARRIVED_S] = time.monotonic()
         request_id = request_id_of(scope)
         structlog.contextvars.clear_contextvars()
@@ -72,7 +73,7 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
-            if scope["method"] == "POST":
+            if is_post:
                 self._failpoints.hit("after_answer")
         except Exception as error:
             log_crash("request_crashed", error)

@@ -197,6 +197,8 @@ class Pump:
 
     async def _reserve(self) -> None:
         job = self.job
+        self.failpoints.hit("before_tx1")
+        self.failpoints.hit("inside_tx1")
         reserving = metering.reserve(
             self.sessions,
             Reservation(
@@ -220,8 +222,6 @@ class Pump:
                 lease_s=self.lease_s,
             ),
         )
-        self.failpoints.hit("before_tx1")
-        self.failpoints.hit("inside_tx1")
         # Should it come true after all, the sweeper lets go of it when its lease is over.
         reserved = await within(self.database_deadline_s, reserving)
         self.lease_token = reserved.lease_token

@@ -121,11 +121,16 @@ class SpoolFile:
         Raises:
             OSError: it cannot be made.
         """
-        path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _sync_folder(folder)
-        return cls(path, fd)
+        while True:
+            path = folder / f"{uuid.uuid4().hex}{SUFFIX}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # Until it is locked it looks like a dead gateway's, and another may adopt and delete it.
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink > 0:
+                    _sync_folder(folder)
+                    return cls(path, fd)
+            os.close(fd)
 
     @classmethod
     def adopt(cls, path: Path) -> tuple[SpoolFile, list[bytes]] | None:
