@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from loraplex_engine.client import EngineClient
 from loraplex_engine.protocol import FinishReason, Generate, SamplingParams
-from loraplex_platform.metering import service
+from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.metering import queries, service
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.records import Renewal, Reservation
+from loraplex_platform.worker import sweeper as module
 from loraplex_platform.worker.engines import ConnectedEngines
 from loraplex_platform.worker.journals import JournalPuller
 from loraplex_platform.worker.sweeper import Sweeper
@@ -335,3 +337,45 @@ async def test_sweeper_and_slow_gateway_at_once_settle_exactly_once(
     for each in wanted:
         _, attempts, ledger = await rows_of(db, each.request_id)
         assert (len(attempts), len(ledger)) == (1, 1)
+
+
+# ---------------------------------------------------------------------------- after an outage
+
+
+@pytest.mark.parametrize("fault", ["away", "stands still"])
+async def test_after_an_outage_gateways_have_the_word_first(
+    db: Database, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    customer = await add_customer(db)
+    wanted = reservation(customer, replica_id=None)
+    await service.reserve(db.sessions, wanted)
+    await expire(db, wanted.request_id)
+    sweeper = Sweeper(
+        db.sessions,
+        None,  # type: ignore[arg-type] # no replica to ask
+        grace_s=0.0,
+        replica_lost_after_s=0.0,
+        recovery_s=0.5,
+    )
+    real_claim = queries.claim_expired
+
+    async def claim(*arguments: object, **options: object) -> object:
+        if fault == "away":
+            raise DatabaseUnavailableError
+        claimed = await real_claim(*arguments, **options)  # type: ignore[arg-type] # passed on
+        await asyncio.sleep(0.1)  # longer than a claim takes
+        return claimed
+
+    monkeypatch.setattr(module, "STALL_S", 0.05)
+    monkeypatch.setattr(queries, "claim_expired", claim)
+    with pytest.raises(DatabaseUnavailableError):
+        await sweeper.sweep_once()
+    monkeypatch.setattr(queries, "claim_expired", real_claim)
+    monkeypatch.setattr(module, "STALL_S", 60.0)
+
+    # Nothing is taken, nor was it: the owner's token is still the right one.
+    assert await sweeper.sweep_once() == []
+    request, _, _ = await rows_of(db, wanted.request_id)
+    assert request.lease_token == 1
+    await asyncio.sleep(0.5)
+    assert await sweeper.sweep_once() == ["voided"]
