@@ -30,7 +30,7 @@ async def _run(options: argparse.Namespace) -> int:
                 for _ in range(options.runs):
                     try:
                         row.verdicts.append(await run_case(world, row.case))
-                    except Exception as error:
+                    except Exception as error:  # noqa: BLE001 - it is a row of the table
                         row.failures.append(f"{type(error).__name__}: {error}"[:300])
                 print(f"{time.monotonic() - began_s:6.1f} s  {row.cells()}", flush=True)
     finally:

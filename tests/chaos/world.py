@@ -185,6 +185,7 @@ class World:
             "request_lease_s": LEASE_S,
             "database_deadline_s": DATABASE_DEADLINE_S,
             "spool_dir": self.folder / "spool",
+            "database_pool_size": 8,  # several gateways share the server's connections
             "allow_failpoints": True,
         } | settings
         name = f"gateway-{self._gateway_number}"
@@ -263,7 +264,8 @@ class World:
 
     def restart_postgres(self) -> None:
         """kill -9 of the server and all of its processes, and a new one on the same files."""
-        os.kill(self.postgres.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.postgres.pid, signal.SIGKILL)
         self.postgres.stop()
         self.postgres = start_postgres(self.folder / "pg", is_durable=True)
 
