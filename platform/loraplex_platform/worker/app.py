@@ -28,6 +28,10 @@ from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.retention import service as retention
 from loraplex_platform.settings import WorkerSettings
+from loraplex_platform.webhooks.addresses import AddressRules, parse_trusted
+from loraplex_platform.webhooks.sender import Sender
+from loraplex_platform.webhooks.service import Deliverer, webhook_topics
+from loraplex_platform.webhooks.signing import Vault
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
 from loraplex_platform.worker.journals import JournalPuller
@@ -44,6 +48,7 @@ MONTHS_AHEAD = 2
 INVARIANT_INTERVAL_S = 3600.0
 INVARIANT_WINDOW = timedelta(days=2)
 RETENTION_INTERVAL_S = 3600.0
+WEBHOOK_INTERVAL_S = 1.0
 INVOICE_INTERVAL_S = 3600.0
 BACKLOG_INTERVAL_S = 15.0
 PURGE_INTERVAL_S = 600.0
@@ -78,8 +83,10 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
         )
         registry = CollectorRegistry()
         metrics = LoopMetrics(registry)
-        topics = _topics(stack, settings, registry)
+        topics = _topics(stack, settings, registry) + webhook_topics(database.sessions)
+        webhooks = await _webhook_loop(stack, settings, database, registry, metrics)
         loops = [
+            webhooks,
             *_loops(settings, database, ConnectedEngines(router), registry, metrics),
             *_billing_loops(settings, database, metrics),
             *_outbox_loops(database, topics, registry, metrics),
@@ -103,6 +110,27 @@ def _topics(
         redis = DeadlineRedis(settings.redis_url.get_secret_value(), RedisMetrics(registry))
         stack.push_async_callback(redis.aclose)
     return [version_topic(redis)]
+
+
+async def _webhook_loop(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    database: Database,
+    registry: CollectorRegistry,
+    loop_metrics: LoopMetrics,
+) -> Loop:
+    rules = AddressRules(parse_trusted(settings.webhook_networks))
+    sender = await stack.enter_async_context(Sender(rules))
+    tries = Counter(
+        "loraplex:webhook_tries", "Tries at deliveries.", ["outcome"], registry=registry
+    )
+    deliverer = Deliverer(
+        database.sessions,
+        Vault(settings.webhook_key, settings.webhook_old_key),
+        sender,
+        on_outcome=lambda outcome: tries.labels(outcome).inc(),
+    )
+    return Loop("webhooks", WEBHOOK_INTERVAL_S, deliverer.deliver_once, loop_metrics)
 
 
 def _outbox_loops(
