@@ -235,6 +235,39 @@ class AdminClient:
         """What became of a request, in words."""
         return self._json("GET", f"/explain/{request_id}")
 
+    def delete_tenant(self, tenant_id: str, slug: str) -> Json:
+        """Delete a tenant for good; what went and what was kept."""
+        return self._json("DELETE", f"/tenants/{tenant_id}", params={"confirm": slug})
+
+    # ------------------------------------------------------------------------ webhooks
+    # Of a tenant, or (None) the operator's own.
+
+    def create_webhook(self, tenant_id: str | None, body: Json) -> Json:
+        """A new one; its secret is in this answer and nowhere else."""
+        return self._json("POST", _webhooks_path(tenant_id), json=body)
+
+    def webhooks(self, tenant_id: str | None) -> list[Json]:
+        """All of them."""
+        return list(self._pages(_webhooks_path(tenant_id)))
+
+    def change_webhook(self, tenant_id: str | None, webhook_id: str, changes: Json) -> Json:
+        """Change what is named in `changes`."""
+        return self._json("PATCH", f"{_webhooks_path(tenant_id)}/{webhook_id}", json=changes)
+
+    def delete_webhook(self, tenant_id: str | None, webhook_id: str) -> None:
+        """Delete it with its deliveries."""
+        self._call("DELETE", f"{_webhooks_path(tenant_id)}/{webhook_id}")
+
+    def webhook_deliveries(self, tenant_id: str | None, webhook_id: str) -> Iterator[Json]:
+        """What it was told, newest first."""
+        return self._pages(f"{_webhooks_path(tenant_id)}/{webhook_id}/deliveries")
+
+    def act_on_webhook(
+        self, tenant_id: str | None, webhook_id: str, action: str, body: Json | None = None
+    ) -> Json:
+        """`test`, `rotate`, or `deliveries/{id}/replay`."""
+        return self._json("POST", f"{_webhooks_path(tenant_id)}/{webhook_id}/{action}", json=body)
+
     # ------------------------------------------------------------------------ transport
 
     def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:
@@ -264,6 +297,10 @@ class AdminClient:
         if response.is_error:
             raise _refusal(response)
         return response
+
+
+def _webhooks_path(tenant_id: str | None) -> str:
+    return "/webhooks" if tenant_id is None else f"/tenants/{tenant_id}/webhooks"
 
 
 class _CountingFile(io.FileIO):

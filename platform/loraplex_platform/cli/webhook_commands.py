@@ -1,0 +1,190 @@
+"""`loraplex webhooks`: addresses that are told of alerts and invoices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loraplex_platform.cli.errors import CommandGroup
+from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+
+if TYPE_CHECKING:
+    from loraplex_platform.admin_client import AdminClient
+
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Addresses told of alerts and invoices."
+)
+
+OwnerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant",
+        "-t",
+        show_default="the operator's own, told of all tenants",
+        help="Slug or id of the tenant whose webhooks are meant.",
+    ),
+]
+WebhookArgument = Annotated[str, typer.Argument(help="The webhook's id, whk_...")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+
+
+@app.command()
+def create(
+    url: Annotated[str, typer.Argument(help="https://... on the public internet.")],
+    topic: Annotated[
+        list[str] | None,
+        typer.Option("--topic", show_default="both", help="alert or invoice; may be repeated."),
+    ] = None,
+    description: Annotated[str, typer.Option(help="For people.")] = "",
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Add an address and print its signing secret, which is shown this once.
+
+    Only the secret goes to standard output, so it can be captured. Receivers
+    check signatures with any library of Standard Webhooks.
+
+    Example:
+
+      SECRET=$(loraplex webhooks create https://example.com/hooks -t acme)
+    """
+    with open_admin(data_dir, control_url) as admin:
+        made = admin.create_webhook(
+            _owner(admin, tenant),
+            {"url": url, "topics": topic or ["alert", "invoice"], "description": description},
+        )
+    typer.echo(f"{made['id']}; its secret is shown this once:", err=True)
+    typer.echo(made["secret"])
+
+
+@app.command("list")
+def list_webhooks(
+    tenant: OwnerOption = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show the addresses and whether they answer."""
+    with open_admin(data_dir, control_url) as admin:
+        for webhook in admin.webhooks(_owner(admin, tenant)):
+            if as_json:
+                typer.echo(json.dumps(webhook))
+                continue
+            state = webhook["status"]
+            if state == "enabled" and webhook["failing_since"] is not None:
+                state = "failing"
+            typer.echo(
+                f"{webhook['id']}  {state:<9} {','.join(webhook['topics']):<14} {webhook['url']}"
+            )
+
+
+@app.command()
+def deliveries(
+    webhook: WebhookArgument,
+    tenant: OwnerOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show what an address was told, and how that went."""
+    from itertools import islice
+
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.webhook_deliveries(_owner(admin, tenant), webhook)
+        for delivery in islice(found, limit):
+            typer.echo(json.dumps(delivery) if as_json else _line(delivery))
+
+
+@app.command()
+def test(
+    webhook: WebhookArgument,
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Have a test message delivered; `deliveries` shows what came of it."""
+    with open_admin(data_dir, control_url) as admin:
+        typer.echo(admin.act_on_webhook(_owner(admin, tenant), webhook, "test")["id"])
+
+
+@app.command()
+def replay(
+    webhook: WebhookArgument,
+    delivery: Annotated[str, typer.Argument(help="The delivery's id, dlv_...")],
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Have a message delivered once more, whatever became of it."""
+    with open_admin(data_dir, control_url) as admin:
+        owner = _owner(admin, tenant)
+        typer.echo(admin.act_on_webhook(owner, webhook, f"deliveries/{delivery}/replay")["id"])
+
+
+@app.command("rotate-secret")
+def rotate_secret(
+    webhook: WebhookArgument,
+    grace_s: Annotated[
+        int, typer.Option(min=0, help="For so many seconds the old secret signs too.")
+    ] = 86_400,
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Give an address a new secret and print it; it is shown this once."""
+    with open_admin(data_dir, control_url) as admin:
+        owner = _owner(admin, tenant)
+        made = admin.act_on_webhook(owner, webhook, "rotate", {"grace_s": grace_s})
+    typer.echo(made["secret"])
+
+
+@app.command()
+def switch(
+    webhook: WebhookArgument,
+    state: Annotated[str, typer.Argument(metavar="on|off")],
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Switch an address on or off; one that failed for three days was switched off by itself."""
+    if state not in {"on", "off"}:
+        raise typer.BadParameter("write on or off", param_hint="STATE")
+    with open_admin(data_dir, control_url) as admin:
+        status = "enabled" if state == "on" else "disabled"
+        admin.change_webhook(_owner(admin, tenant), webhook, {"status": status})
+    typer.echo(f"{webhook} is {state}")
+
+
+@app.command()
+def delete(
+    webhook: WebhookArgument,
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Delete an address with what it was told."""
+    with open_admin(data_dir, control_url) as admin:
+        admin.delete_webhook(_owner(admin, tenant), webhook)
+    typer.echo(f"deleted {webhook}")
+
+
+def _owner(admin: AdminClient, tenant: str | None) -> str | None:
+    return None if tenant is None else str(admin.tenant(tenant)["id"])
+
+
+def _line(delivery: dict[str, Any]) -> str:
+    from datetime import UTC, datetime
+
+    at = datetime.fromtimestamp(delivery["occurred_at"], UTC)
+    told = delivery["last_error"] or (
+        f"HTTP {delivery['last_status']}" if delivery["last_status"] else ""
+    )
+    return (
+        f"{delivery['id']}  {at:%Y-%m-%d %H:%M:%S}  {delivery['topic']:<8} {delivery['status']:<10}"
+        f" tries: {delivery['tries']}  {told}"
+    ).rstrip()
