@@ -135,6 +135,55 @@ async def test_a_killed_engine_is_an_error_and_the_next_request_works(
     fleet.check_books()
 
 
+async def test_an_engine_killed_while_it_reads_prompts_bills_nobody(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+) -> None:
+    prompt = "word " * 700  # thousands of bytes, of which each is a token
+    asking = [
+        asyncio.create_task(
+            clients[0].chat.completions.create(
+                model="one",
+                messages=[{"role": "user", "content": f"{number} {prompt}"}],
+                max_tokens=1,
+            )
+        )
+        for number in range(16)
+    ]
+    await until(lambda: fleet.engine_stats()["num_running"] > 0)
+
+    killed = fleet.kill("engine")
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+
+    failed = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert failed
+    await answers_again(clients[0], "one")
+    assert fleet.service_pid("engine") not in {None, killed}
+    fleet.check_books()
+    for error in failed:
+        assert isinstance(error, openai.InternalServerError), error
+        assert error.code in {"engine_lost", "engine_unavailable"}
+        if error.code == "engine_lost":
+            request = fleet.request(error.response.headers["x-request-id"])
+            assert (request["state"], request["completion_tokens"]) == ("settled", 0)
+
+
+async def test_postgres_killed_under_a_stream_costs_neither_the_answer_nor_its_bill(
+    fleet: Fleet, clients: list[openai.AsyncOpenAI]
+) -> None:
+    stream, _ = await open_stream(clients[0], "one")
+
+    fleet.kill("postgres")
+
+    assert await drain_until_error(stream) is None
+    await answers_again(clients[0], "one")
+    await until(lambda: control_answers(fleet), deadline_s=60)
+    fleet.check_books()
+    request = fleet.request(stream.response.headers["x-request-id"])
+    assert (request["state"], request["http_status"]) == ("settled", 200)
+    assert (request["finish_reason"], request["completion_tokens"]) == ("length", LONG)
+    assert not list((fleet.data_dir / "spool").glob("*.rejected"))
+
+
 async def test_a_killed_worker_and_control_stop_nobody(
     fleet: Fleet, clients: list[openai.AsyncOpenAI]
 ) -> None:
