@@ -100,8 +100,8 @@ def deliveries(
             typer.echo(json.dumps(delivery) if as_json else _line(delivery))
 
 
-@app.command()
-def test(
+@app.command("test")
+def send_test(
     webhook: WebhookArgument,
     tenant: OwnerOption = None,
     data_dir: DataDirOption = Path(".loraplex"),
