@@ -268,6 +268,77 @@ class AdminClient:
         """`test`, `rotate`, or `deliveries/{id}/replay`."""
         return self._json("POST", f"{_webhooks_path(tenant_id)}/{webhook_id}/{action}", json=body)
 
+    # ------------------------------------------------------------------------ prices and invoices
+
+    def price_books(self) -> list[Json]:
+        """All price books, without their prices."""
+        return list(self._pages("/price-books"))
+
+    def price_book(self, book_id: str) -> Json:
+        """One with its prices."""
+        return self._json("GET", f"/price-books/{book_id}")
+
+    def create_price_book(self, body: Json) -> Json:
+        """A draft."""
+        return self._json("POST", "/price-books", json=body)
+
+    def change_price_book(self, book_id: str, changes: Json) -> Json:
+        """A draft as it is to be."""
+        return self._json("PATCH", f"/price-books/{book_id}", json=changes)
+
+    def delete_price_book(self, book_id: str) -> None:
+        """A draft is gone."""
+        self._call("DELETE", f"/price-books/{book_id}")
+
+    def price_book_action(self, book_id: str, action: str, body: Json) -> Json:
+        """`publish`, `retire`, `preview` or `quote`."""
+        return self._json("POST", f"/price-books/{book_id}/{action}", json=body)
+
+    def add_adjustment(self, tenant_id: str, kind: str, amount_usd: str, reason: str) -> Json:
+        """A credit or a debit."""
+        body = {"kind": kind, "amount_usd": amount_usd, "reason": reason}
+        return self._json("POST", f"/tenants/{tenant_id}/adjustments", json=body)
+
+    def reverse(self, tenant_id: str, entry_id: str, reason: str) -> Json:
+        """Take a request's charge, a credit or a debit back."""
+        body = {"entry_id": entry_id, "reason": reason}
+        return self._json("POST", f"/tenants/{tenant_id}/reversals", json=body)
+
+    def adjustments(self, tenant_id: str) -> list[Json]:
+        """Credits, debits and reversals."""
+        return list(self._pages(f"/tenants/{tenant_id}/adjustments"))
+
+    def balance(self, tenant_id: str) -> Json:
+        """What the tenant owes."""
+        return self._json("GET", f"/tenants/{tenant_id}/balance")
+
+    def invoices(self, tenant_id: str | None) -> list[Json]:
+        """Invoices and credit notes of a tenant; None: of all."""
+        return list(
+            self._pages("/invoices" if tenant_id is None else f"/tenants/{tenant_id}/invoices")
+        )
+
+    def draft_invoice(self, tenant_id: str, month: str) -> Json:
+        """A month's draft, made or made again."""
+        return self._json("POST", f"/tenants/{tenant_id}/invoices", json={"month": month})
+
+    def invoice(self, tenant_id: str, invoice_id: str) -> Json:
+        """One with its lines."""
+        return self._json("GET", f"/tenants/{tenant_id}/invoices/{invoice_id}")
+
+    def invoice_action(self, tenant_id: str, invoice_id: str, action: str, body: Json) -> Json:
+        """`finalize` or `void`."""
+        return self._json("POST", f"/tenants/{tenant_id}/invoices/{invoice_id}/{action}", json=body)
+
+    def delete_invoice(self, tenant_id: str, invoice_id: str) -> None:
+        """A draft is gone."""
+        self._call("DELETE", f"/tenants/{tenant_id}/invoices/{invoice_id}")
+
+    def invoice_document(self, tenant_id: str, invoice_id: str, kind: str) -> bytes:
+        """The invoice as `html` or `pdf`."""
+        path = f"/tenants/{tenant_id}/invoices/{invoice_id}/document.{kind}"
+        return self._call("GET", path).content
+
     # ------------------------------------------------------------------------ transport
 
     def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:

@@ -12,6 +12,7 @@ from loraplex_platform.cli import (
     adapter_commands,
     audit_commands,
     bench_commands,
+    billing_commands,
     key_commands,
     process_commands,
     reconcile_commands,
@@ -42,6 +43,9 @@ app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(user_commands.app, name="users")
+app.add_typer(billing_commands.prices, name="prices")
+app.add_typer(billing_commands.credits, name="credits")
+app.add_typer(billing_commands.invoices, name="invoices")
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
