@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.quotas.effective import effective_limits
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from loraplex_platform.gateway.queries import ServedModel
     from loraplex_platform.settings import GatewaySettings
 
+HEADERS_WAIT_S = 0.25  # an answer that is no admitted one's does without them rather than wait
 RATES = "loraplex.rates"  # in the ASGI scope: a `RateGate` or a `RateView`
 
 
@@ -52,11 +54,15 @@ class Admissions:
         """Over one database, and one Redis if there is one."""
 
         async def find_caller(secret: str) -> Authenticated:
-            return await authenticate(sessions, settings.key_pepper, secret)
+            finding = authenticate(sessions, settings.key_pepper, secret)
+            return await within(settings.database_deadline_s, finding)
 
-        async def find_limits(scopes: LimitScopes) -> EffectiveLimits:
+        async def read_limits(scopes: LimitScopes) -> EffectiveLimits:
             async with sessions() as session:
                 return await effective_limits(session, scopes)
+
+        async def find_limits(scopes: LimitScopes) -> EffectiveLimits:
+            return await within(settings.database_deadline_s, read_limits(scopes))
 
         async def find_running(owner: UUID | None) -> Sequence[Place]:
             async with sessions() as session:
@@ -126,7 +132,7 @@ class RateView:
         """For the answer, which goes out in any case."""
         if self._headers is None:
             with contextlib.suppress(UnavailableError):
-                await self.is_stale()
+                await within(HEADERS_WAIT_S, self.is_stale())
         return self._headers or {}
 
 

@@ -309,7 +309,7 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
     """The request's way past its rate limits; its answer's headers say how they stand."""
 
     async def claim_of(who: Authenticated, *, is_fresh: bool) -> Claim:
-        claiming = gateway.admissions.claim(
+        return await gateway.admissions.claim(
             who,
             job.request_id,
             job.model,
@@ -317,7 +317,6 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
             max_completion_tokens=job.sampling.max_tokens * job.sampling.n,
             is_fresh=is_fresh,
         )
-        return await within(gateway.settings.database_deadline_s, claiming)
 
     async def reload() -> Claim:
         # All that was decided by what we remembered of the caller is decided again.

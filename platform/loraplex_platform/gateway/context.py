@@ -11,7 +11,6 @@ from uuid import UUID
 import structlog
 from fastapi import Depends, Request
 
-from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.errors import InvalidApiKeyError
 from loraplex_platform.gateway.admissions import RATES, Admissions, RateView
@@ -85,11 +84,8 @@ class Gateway:
         if scheme.lower() != "bearer" or not secret.strip():
             raise InvalidApiKeyError("No API key. Send it as 'Authorization: Bearer <key>', once.")
         try:
-            return await within(
-                self.settings.database_deadline_s,
-                self.admissions.keys.find(
-                    secret.strip(), self.address_of(request), is_fresh=is_fresh
-                ),
+            return await self.admissions.keys.find(
+                secret.strip(), self.address_of(request), is_fresh=is_fresh
             )
         except DatabaseUnavailableError as error:
             raise AuthBackendUnavailableError(
