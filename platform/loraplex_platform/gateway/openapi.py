@@ -213,7 +213,8 @@ _COMPLETION_EXAMPLES: Final = {
     },
 }
 _REASONS: Final = {
-    "400": "A field is wrong or not supported; `param` names it.",
+    "400": "A field is wrong or not supported; `param` names it. `request_exceeds_budget`: the request"
+    " alone is larger than the whole of a quota.",
     "401": "No key, or one that is unknown, revoked or expired.",
     "403": "The tenant is suspended.",
     "404": "No such model for this key.",
@@ -249,7 +250,12 @@ _RATE_HEADERS: Final = {
         "description": "`degraded`: the limits were checked by this gateway alone.",
         "required": False,
         "schema": {"type": "string", "enum": ["degraded"]},
-    }
+    },
+    "x-loraplex-max-tokens": {
+        "description": "What `max_tokens` was cut to, where a quota paid no more.",
+        "required": False,
+        "schema": {"type": "integer"},
+    },
 }
 _BEARER: Final[list[dict[str, list[str]]]] = [{"key": []}]
 

@@ -299,7 +299,8 @@ _RULES = (
             || ', reserved are ' || books.held as detail
         from quota_windows q
         cross join lateral (select loraplex_ledger_sum(q) as used, loraplex_held_sum(q) as held) books
-        where q.period_start >= :since_time and (q.period_end is null or q.period_end > now())
+        where q.period_start >= :since_time
+            and (q.period_end is null or q.period_end > now() - make_interval(secs => q.window_s))
             and exists (select from limits l
                 where l.scope_kind = q.scope_kind and l.scope_id = q.scope_id
                     and l.metric = q.metric and l.period = q.period and l.window_s = q.window_s)
