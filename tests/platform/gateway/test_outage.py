@@ -1,0 +1,119 @@
+"""Answers while Postgres is away: told in time, kept on disk, billed once it is back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.gateway.app import open_gateway
+from loraplex_platform.gateway.spool import SpoolFolderError
+from loraplex_platform.metering import service as metering
+
+from tests.platform.gateway.stand import BASE, Stand, eventually, says, settings_for
+
+_BODY: dict[str, Any] = {
+    "model": BASE,
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 20,
+}
+CHAT = "/v1/chat/completions"
+
+
+class Outage:
+    """Settling fails, or takes for ever, until it is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> None:
+        self.is_over = False
+        self._hangs = hangs
+        self._real = {name: getattr(metering, name) for name in ("settle", "void", "renew")}
+        for name in self._real:
+            monkeypatch.setattr(metering, name, self._stand_in(name))
+
+    def _stand_in(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> Any:
+            if not self.is_over and self._hangs and name == "settle":
+                await eventually(lambda: self.is_over)
+            if not self.is_over:
+                raise DatabaseUnavailableError
+            return await self._real[name](*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_answer_is_told_kept_and_billed_after(
+    db_url: str,
+    redis_url: str,
+    short_tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_stream: bool,
+    hangs: bool,
+) -> None:
+    spool_dir = short_tmp_path / "spool"
+    async with Stand.open(db_url, redis_url, short_tmp_path, spool_dir=spool_dir) as stand:
+        stand.engine.script = says("told all the same")
+        outage = Outage(monkeypatch, hangs=hangs)
+
+        began_s = time.monotonic()
+        answer = await stand.http().post(CHAT, json=_BODY | {"stream": is_stream})
+        elapsed_s = time.monotonic() - began_s
+
+        assert answer.status_code == 200
+        assert answer.text.endswith("data: [DONE]\n\n") == is_stream
+        assert elapsed_s < 3.0 + 2.0
+        ready = (await stand.http("").get("/ready")).json()
+        assert ready["spool"] == {"pending": 1, "writable": True}
+        outage.is_over = True
+        assert stand.gateway.spool is not None
+        spool = stand.gateway.spool
+        await eventually(lambda: spool.num_pending == 0, "the spool's end")
+        request, attempt, entry = await stand.last_request()
+        assert attempt is not None
+        assert entry is not None
+        assert (request.state, request.http_status, request.finish_reason) == (
+            "settled",
+            200,
+            "stop",
+        )
+        assert (attempt.source, entry.account) == ("terminal", "revenue")
+        await stand.check_books()
+
+
+@pytest.mark.parametrize("has_spool", [False, True])
+async def test_without_a_spool_or_where_it_refuses_the_ending_waits_in_memory(
+    db_url: str,
+    redis_url: str,
+    short_tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_spool: bool,
+) -> None:
+    options = {"spool_dir": short_tmp_path / "spool"} if has_spool else {}
+    async with Stand.open(db_url, redis_url, short_tmp_path, **options) as stand:
+        if stand.gateway.spool is not None:
+            stand.gateway.spool._max_bytes = 10  # no record fits
+        stand.engine.script = says("told all the same")
+        outage = Outage(monkeypatch, hangs=False)
+
+        answer = await stand.http().post(CHAT, json=_BODY)
+
+        assert answer.status_code == 200
+        ready = (await stand.http("").get("/ready")).json()
+        assert ready["spool"] == ({"pending": 0, "writable": False} if has_spool else None)
+        outage.is_over = True
+        request, _, entry = await stand.last_request()
+        assert (request.state, entry is not None) == ("settled", True)
+        await stand.check_books()
+
+
+async def test_a_gateway_whose_spool_cannot_be_written_does_not_start(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    settings = settings_for(db_url, redis_url, short_tmp_path, spool_dir="/dev/null/spool")
+
+    with pytest.raises(SpoolFolderError, match="LORAPLEX_SPOOL_DIR"):
+        async with open_gateway(settings):
+            pass
