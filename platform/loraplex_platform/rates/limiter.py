@@ -37,7 +37,8 @@ from loraplex_platform.rates.admission import (
 )
 from loraplex_platform.rates.local import LocalRates
 from loraplex_platform.rates.queries import Place
-from loraplex_platform.rates.redis_client import Argument, DeadlineRedis, RedisAwayError
+from loraplex_platform.rates.redis_client import DeadlineRedis, RedisAwayError
+from loraplex_platform.rates.redis_pipe import Argument
 
 log = structlog.get_logger(__name__)
 

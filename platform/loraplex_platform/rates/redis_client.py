@@ -15,19 +15,15 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from redis import asyncio as redis_asyncio
 from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from loraplex_platform.rates.breaker import Breaker
+from loraplex_platform.rates.redis_pipe import Argument, RedisPipe
 from loraplex_platform.rates.scripts import Script
 
 log = structlog.get_logger(__name__)
 
 DEADLINE_S = 0.1
-_MAX_CONNECTIONS = 32
-
-Argument = str | bytes | int | float
 
 
 class RedisAwayError(Exception):
@@ -71,18 +67,7 @@ class DeadlineRedis:
         self._metrics = metrics
         self._breaker = breaker or Breaker()
         self._epoch = ""
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_MAX_CONNECTIONS,
-            timeout=None,  # the call's own deadline ends the wait for a connection
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(
-                NoBackoff(), 0
-            ),  # a second try is ours to make, with what is left of the time
-            redis_connect_func=self._on_connect,
-        )
-        self._redis = redis_asyncio.Redis.from_pool(pool)
+        self._pipe = RedisPipe(url, deadline_s=deadline_s, on_connect=self._learn_epoch)
 
     @property
     def epoch(self) -> str:
@@ -108,11 +93,11 @@ class DeadlineRedis:
         Raises:
             RedisAwayError: there is none in time.
         """
-        return await self._bounded(str(words[0]).lower(), self._redis.execute_command(*words))
+        return await self._bounded(str(words[0]).lower(), self._once_more(*words))
 
     async def aclose(self) -> None:
-        """Close the connections."""
-        await self._redis.aclose()
+        """Close the connection."""
+        await self._pipe.aclose()
 
     # ------------------------------------------------------------------ insides
 
@@ -147,24 +132,22 @@ class DeadlineRedis:
         self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:  # noqa: ANN401 # see run
         try:
-            return await self._once_more("EVALSHA", script.sha, keys, arguments)
+            return await self._once_more("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except NoScriptError:
-            return await self._once_more("EVAL", script.text, keys, arguments)
+            return await self._once_more("EVAL", script.text, len(keys), *keys, *arguments)
 
-    async def _once_more(
-        self, command: str, script: str, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> Any:  # noqa: ANN401 # see run
-        """Scripts are harmless to repeat, and a connection may have been dead before we used it."""
+    async def _once_more(self, *words: Argument) -> Any:  # noqa: ANN401 # see run
+        """All we ask is harmless to repeat, and the connection may have been dead before we used it."""
         try:
-            return await self._redis.execute_command(command, script, len(keys), *keys, *arguments)
+            return await self._pipe.call(*words)
+        except TimeoutError:
+            raise  # an OSError too, but the time is over
         except (redis_asyncio.ConnectionError, OSError):
-            return await self._redis.execute_command(command, script, len(keys), *keys, *arguments)
+            return await self._pipe.call(*words)
 
-    async def _on_connect(self, connection: AbstractConnection) -> None:
-        await connection.on_connect()
+    async def _learn_epoch(self, connection: AbstractConnection) -> None:
         await connection.send_command("INFO", "server")
-        info = await connection.read_response()
-        self._epoch = _run_id(info)
+        self._epoch = _run_id(await connection.read_response())
 
 
 def _run_id(info: Any) -> str:  # noqa: ANN401 # a reply of Redis

@@ -15,7 +15,8 @@ from loraplex_platform.errors import UnavailableError
 from loraplex_platform.outbox.queries import Message
 from loraplex_platform.outbox.relay import Relay, Topic
 from loraplex_platform.rates import keys, scripts
-from loraplex_platform.rates.redis_client import Argument, DeadlineRedis, RedisAwayError
+from loraplex_platform.rates.redis_client import DeadlineRedis, RedisAwayError
+from loraplex_platform.rates.redis_pipe import Argument
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,125 @@
+"""One connection to Redis for many callers: what is asked while it is busy goes out in one write.
+
+redis-py's own client takes a connection out of a pool for each command, which costs a gateway more than
+the command itself. Here the library's connection (addresses, TLS, log-in, protocol) is used as it is, by one
+task that sends what has gathered and hands the answers out in order. An exchange that takes longer than
+its deadline ends the connection, so an answer that comes too late is never read as another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from redis import asyncio as redis_asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+Argument = str | bytes | int | float
+_Call = tuple[tuple[Argument, ...], asyncio.Future[Any]]
+
+MAX_BATCH = 256
+
+
+class RedisPipe:
+    """See the module's header. `aclose` it in the end.
+
+    Args:
+        url: redis://, rediss:// or unix://, with what redis-py takes in it.
+        deadline_s: for an exchange, connecting included.
+        on_connect: called with each new connection before it is used; it may ask it things.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float,
+        on_connect: Callable[[AbstractConnection], Awaitable[None]],
+    ) -> None:
+        async def prepare(connection: AbstractConnection) -> None:
+            await connection.on_connect()
+            await on_connect(connection)
+
+        pool = redis_asyncio.ConnectionPool.from_url(
+            url,
+            protocol=2,
+            socket_timeout=None,  # the exchange has a deadline
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            redis_connect_func=prepare,
+        )
+        self._connection = pool.make_connection()
+        self._deadline_s = deadline_s
+        self._waiting: list[_Call] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def call(self, *words: Argument) -> Any:  # noqa: ANN401 # a reply of Redis
+        """A command's reply. Cancelled, it is not sent, or its answer is thrown away.
+
+        Raises:
+            ResponseError: Redis refuses the command.
+            RedisError, OSError, TimeoutError: there is no answer; it may have been run.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((words, answer))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work(), name="redis pipe")
+        return await answer
+
+    async def aclose(self) -> None:
+        """Close the connection; whoever still waits is told that there is no answer."""
+        if self._worker is not None:
+            self._worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._worker
+        _fail(self._waiting, redis_asyncio.ConnectionError("The connection is closed."))
+        await self._connection.disconnect(nowait=True)
+
+    async def _work(self) -> None:
+        batch: list[_Call] = []
+        try:
+            while self._waiting:
+                batch = [call for call in self._waiting[:MAX_BATCH] if not call[1].done()]
+                del self._waiting[:MAX_BATCH]
+                if batch:
+                    await self._exchange(batch)
+        finally:
+            self._worker = None
+            _fail(batch, redis_asyncio.ConnectionError("The connection is closed."))
+
+    async def _exchange(self, batch: list[_Call]) -> None:
+        connection = self._connection
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                if not connection.is_connected:
+                    await connection.connect()
+                packed = connection.pack_commands([words for words, _ in batch])
+                await connection.send_packed_command(packed, check_health=False)
+                for _, answer in batch:
+                    await _read(connection, answer)
+        except (RedisError, OSError, TimeoutError) as error:
+            await connection.disconnect(nowait=True)
+            _fail(batch, error)
+
+
+async def _read(connection: AbstractConnection, answer: asyncio.Future[Any]) -> None:
+    try:
+        reply = await connection.read_response()
+    except ResponseError as error:
+        if not answer.done():
+            answer.set_exception(error)
+    else:
+        if not answer.done():  # else its caller has left
+            answer.set_result(reply)
+
+
+def _fail(calls: list[_Call], error: Exception) -> None:
+    for _, answer in calls:
+        if not answer.done():
+            answer.set_exception(error)
+    calls.clear()
