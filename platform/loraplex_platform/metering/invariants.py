@@ -26,6 +26,7 @@ from uuid import UUID
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraplex_platform.billing import invariants as billing
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.ids import format_id, uuid7_floor
 
@@ -381,6 +382,7 @@ _RULES = (
         """,
         code="I10",
     ),
+    *(_Rule(name, title, sql, code) for name, title, sql, code in billing.RULES),
 )
 
 

@@ -1,0 +1,165 @@
+"""What must be true of rollups, adjustments and invoices (I5, I8), as `metering.invariants` runs it.
+
+Each is (name, title, SQL of what breaks it, number). The SQL has that module's parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_COLUMNS = """project_id, key_id, deployment_id, model, adapter_version_id, price_book_id, requests,
+    billed_requests, prompt_tokens, cached_tokens, completion_tokens, absorbed_tokens, amount_pico,
+    absorbed_pico"""
+
+# Marked days are on their way, and those of dropped months stay as they were rolled up.
+_ROLLUPS = f"""
+with days as (
+    select r.tenant_id, (r.admitted_at at time zone t.billing_tz)::date as day
+    from requests r join tenants t on t.id = r.tenant_id
+    where r.id >= :since and r.kind = 'user' and r.state = 'settled'
+    union
+    select tenant_id, day from usage_daily
+    where day > (cast(:since_time as timestamptz) at time zone 'UTC')::date
+), clean as (
+    select days.* from days
+    where not loraplex_is_dropped(days.day) and not exists (
+        select from rollup_dirty d where d.tenant_id = days.tenant_id and d.day = days.day)
+), differing as (
+    select clean.tenant_id, clean.day, count(*) as count
+    from clean cross join lateral (
+        (select {_COLUMNS} from usage_daily u
+            where u.tenant_id = clean.tenant_id and u.day = clean.day
+            except all select {_COLUMNS} from loraplex_usage_of(clean.tenant_id, clean.day))
+        union all
+        (select {_COLUMNS} from loraplex_usage_of(clean.tenant_id, clean.day)
+            except all select {_COLUMNS} from usage_daily u
+            where u.tenant_id = clean.tenant_id and u.day = clean.day)
+    ) as difference
+    group by clean.tenant_id, clean.day
+)
+select t.slug || ' ' || d.day as id, d.count || ' rows of the day differ from the ledger' as detail
+from differing d join tenants t on t.id = d.tenant_id
+"""
+
+_REVERSALS = """
+select 'adj_' || replace(l.entry_id::text, '-', '') as id, case
+        when r.reversal_id is null then 'reverses nothing'
+        else 'is ' || l.amount_pico || ', what it reverses ' || coalesce(o.amount_pico::text, 'gone')
+    end as detail
+from ledger l
+left join ledger_reversals r on r.reversal_id = l.entry_id
+left join ledger o on o.entry_id = r.entry_id and o.kind = r.kind and o.seq = r.seq
+    and o.tenant_id = l.tenant_id
+where l.kind = 'reversal' and l.entry_id >= :ledger_since
+    and l.amount_pico is distinct from - o.amount_pico
+"""
+
+# Half to even, as `money.to_cents`: numeric's own round goes away from zero.
+_SUMS = """
+with lines as (
+    select invoice_id, count(*) as count, sum(amount_pico) as amount_pico,
+        coalesce(sum(amount_cents) filter (where section <> 'adjustment'), 0) as subtotal_cents,
+        coalesce(sum(amount_cents) filter (where section = 'adjustment'), 0) as adjustments_cents,
+        bool_and(amount_cents = case when abs(amount_pico % 10000000000) = 5000000000
+            then 2 * round(amount_pico / 20000000000)
+            else round(amount_pico / 10000000000) end) as is_rounded
+    from invoice_lines group by invoice_id
+)
+select i.number as id, case when not l.is_rounded then 'a line is not rounded half to even'
+    else 'its totals are not the sums of its lines' end as detail
+from invoices i left join lines l on l.invoice_id = i.id
+where i.status <> 'draft' and i.issued_at >= :since_time and (
+    l.is_rounded and (l.amount_pico, l.subtotal_cents, l.adjustments_cents)
+        = (i.exact_pico, i.subtotal_cents, i.adjustments_cents)) is not true
+"""
+
+# Of a tenant's newest final invoice: all that was used before its end is invoiced, once, but for what
+# settled after it was computed. Within the minute before, a settle may have been under way.
+_LEDGER = """
+with newest as (
+    select distinct on (i.tenant_id) i.* from invoices i
+    where i.kind = 'invoice' and i.status = 'final'
+    order by i.tenant_id, i.period_start desc
+), sums as (
+    select n.tenant_id, n.number, (
+        select coalesce(sum(l.amount_pico), 0) from invoices i
+        join invoice_lines l on l.invoice_id = i.id
+        where i.tenant_id = n.tenant_id and i.kind = 'invoice' and i.status = 'final'
+            and l.section in ('usage', 'earlier')
+    ) as invoiced, (
+        select coalesce(sum(u.amount_pico), 0) from usage_daily u
+        where u.tenant_id = n.tenant_id
+            and u.day < (n.period_end at time zone n.billing_tz)::date
+            and not exists (
+                select from rollup_dirty d where d.tenant_id = u.tenant_id and d.day = u.day)
+    ) + (
+        select coalesce(sum(f.amount_pico), 0)
+        from (select distinct tenant_id, day from rollup_dirty) d
+        cross join lateral loraplex_usage_of(d.tenant_id, d.day) f
+        where d.tenant_id = n.tenant_id
+            and d.day < (n.period_end at time zone n.billing_tz)::date
+    ) as used, (
+        select coalesce(sum(l.amount_pico), 0)
+        from requests r join ledger l on l.entry_id = r.id and l.kind = 'usage'
+        where r.tenant_id = n.tenant_id and l.account = 'revenue' and r.kind = 'user'
+            and r.id < loraplex_uuid7_floor(n.period_end + interval '10 minutes')
+            and r.admitted_at < n.period_end and r.settled_at >= n.computed_at - interval '1 minute'
+    ) as late
+    from newest n where n.issued_at >= :since_time
+)
+select s.number as id, 'invoiced ' || s.invoiced || ' pico-USD, used ' || s.used
+    || ', of which late at most ' || s.late as detail
+from sums s where s.invoiced not between s.used - s.late and s.used
+"""
+
+_ADJUSTMENTS = """
+select 'adj_' || replace(x.entry_id::text, '-', '') as id, case when count(*) > 1
+    then 'is on ' || count(*) || ' invoices' else 'is not what the ledger says' end as detail
+from invoices i
+join invoice_lines x on x.invoice_id = i.id and x.entry_id is not null
+left join ledger l on l.entry_id = x.entry_id and l.kind = x.entry_kind and l.seq = x.entry_seq
+    and l.tenant_id = i.tenant_id
+where i.kind = 'invoice' and i.status = 'final' and i.issued_at >= :since_time
+group by x.entry_id, x.entry_kind, x.entry_seq
+having count(*) > 1 or bool_or(l.amount_pico is distinct from x.amount_pico)
+"""
+
+_NUMBERS = """
+select s.series as id, 'the last number is ' || s.last_number || ', there are ' || found.count
+    || ' up to ' || coalesce(found.last, 0) as detail
+from invoice_series s
+cross join lateral (
+    select count(*) as count, max(substring(i.number from length(s.series) + 2)::bigint) as last
+    from invoices i where i.number ~ ('^' || s.series || '-[0-9]+$')
+) as found
+where (found.count, found.last) is distinct from (s.last_number, s.last_number)
+"""
+
+RULES: Final = (
+    (
+        "rollups_equal_the_ledger",
+        "Every rolled up day is what the ledger says of it",
+        _ROLLUPS,
+        "I5",
+    ),
+    (
+        "reversals_take_back_what_was",
+        "Every reversal takes back one line of the same tenant, to the pico-dollar",
+        _REVERSALS,
+        "I8",
+    ),
+    ("invoices_add_up", "Every invoice is the sum of its lines, each rounded once", _SUMS, "I8"),
+    (
+        "invoices_equal_the_ledger",
+        "All usage before the end of a tenant's newest invoice is invoiced, exactly once",
+        _LEDGER,
+        "I8",
+    ),
+    (
+        "adjustments_are_invoiced_once",
+        "No credit, debit or reversal is on two invoices, or with another amount",
+        _ADJUSTMENTS,
+        "I8",
+    ),
+    ("invoice_numbers_have_no_gap", "The numbers of each series have no gap", _NUMBERS, "I8"),
+)
