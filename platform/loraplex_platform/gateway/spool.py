@@ -196,17 +196,20 @@ class SpoolFile:
     def _recover(self) -> list[bytes]:
         data = self.path.read_bytes()
         payloads: list[bytes] = []
-        at = 0
+        at = num_skipped = 0
         while at + _HEADER.size <= len(data):
-            length, crc = _HEADER.unpack_from(data, at)
-            payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            is_whole = 0 < length <= _MAX_RECORD_BYTES and len(payload) == length
-            if not is_whole or zlib.crc32(payload) != crc:
-                log.warning("spool_torn_tail", file=self.path.name, num_bytes=len(data) - at)
-                break
+            payload = _whole_record_at(data, at)
+            if payload is None:
+                # As a rule the torn end. If a disk has spoilt a record, those behind it are good.
+                at += 1
+                num_skipped += 1
+                continue
             payloads.append(payload)
-            at += _HEADER.size + length
-        self._size = at
+            at += _HEADER.size + len(payload)
+        num_skipped += len(data) - at
+        if num_skipped:
+            log.warning("spool_bytes_skipped", file=self.path.name, num_bytes=num_skipped)
+        self._size = len(data)
         self.num_records = len(payloads)
         return payloads
 
@@ -415,9 +418,17 @@ class Spool:
         self._note_pending()
 
     def _find_orphans(self) -> list[tuple[_Source, list[bytes]]]:
-        # Those with an owner are locked, our own and what we have adopted as well.
-        adopted = map(SpoolFile.adopt, sorted(self._folder.glob(f"*{SUFFIX}")))
-        return [(_Source(file), payloads) for file, payloads in filter(None, adopted)]
+        found = []
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            # Those with an owner are locked, our own and what we have adopted as well.
+            try:
+                adopted = SpoolFile.adopt(path)
+            except OSError as error:
+                log.error("spool_file_unreadable", file=path.name, reason=error.strerror)
+                continue
+            if adopted is not None:
+                found.append((_Source(adopted[0]), adopted[1]))
+        return found
 
     def _tidy(self) -> None:
         """Empty our own file and delete those of others once all is on the books."""
@@ -460,6 +471,15 @@ class Spool:
     ) -> _Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, functools.partial(function, *arguments))
+
+
+def _whole_record_at(data: bytes, at: int) -> bytes | None:
+    """The payload of the record that begins there, if one does."""
+    length, crc = _HEADER.unpack_from(data, at)
+    if not 0 < length <= min(_MAX_RECORD_BYTES, len(data) - at - _HEADER.size):
+        return None
+    payload = data[at + _HEADER.size : at + _HEADER.size + length]
+    return payload if zlib.crc32(payload) == crc else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -141,6 +141,22 @@ def test_garbage_is_no_record(folder: Path) -> None:
         file.path.write_bytes(whole)
 
 
+def test_a_record_that_a_disk_has_spoilt_costs_that_one_alone(folder: Path) -> None:
+    folder.mkdir()
+    file = SpoolFile.create(folder)
+    file.append([b"one", b"two", b"three"], 1000)
+    file.close()
+    data = bytearray(file.path.read_bytes())
+    data[data.index(b"two")] ^= 1
+    file.path.write_bytes(data)
+
+    adopted = SpoolFile.adopt(file.path)
+
+    assert adopted is not None
+    assert adopted[1] == [b"one", b"three"]
+    adopted[0].close()
+
+
 def test_half_a_write_is_cut_off_so_that_the_next_record_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +340,19 @@ async def test_a_record_that_the_books_refuse_is_set_aside_and_the_others_go_on(
         assert str(wrong) in rejected.read_text()
         assert rejected.stat().st_mode & 0o077 == 0
         assert outcomes(spool) == {"rejected": 1, "settled": 1}
+
+
+async def test_a_file_that_cannot_be_read_stops_nobody_elses(db: Database, folder: Path) -> None:
+    customer = await add_customer(db)
+    mine = await reserved(db, customer)
+    os.makedirs(folder / "a-folder.spool")
+    async with make_spool(folder, db) as spool:
+        await spool.put(SpoolRecord(settlement=settlement(mine)))
+
+        await spool._adopt()
+        await spool.replay_once()
+
+        assert await states(db, mine) == ["settled"]
 
 
 async def test_records_of_another_version_stay_where_they_are(db: Database, folder: Path) -> None:
