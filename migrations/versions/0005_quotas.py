@@ -72,7 +72,6 @@ CREATE TABLE quota_windows (
     period_end TIMESTAMP WITH TIME ZONE,
     committed NUMERIC(30, 0) DEFAULT 0 NOT NULL,
     held NUMERIC(30, 0) DEFAULT 0 NOT NULL,
-    version BIGINT DEFAULT 0 NOT NULL,
     CONSTRAINT pk_quota_windows PRIMARY KEY (id),
     CONSTRAINT uq_quota_windows_what UNIQUE (scope_kind, scope_id, metric, period, window_s, period_start),
     CONSTRAINT ck_quota_windows_not_negative CHECK (committed >= 0 and held >= 0)
@@ -195,52 +194,37 @@ CREATE FUNCTION loraplex_zone_of(tenant uuid) RETURNS text
     LANGUAGE sql STABLE
     AS $$ SELECT coalesce((SELECT billing_tz FROM tenants WHERE id = tenant), 'UTC') $$;
 
--- As mirrors take it: absolute values with the version of the row.
-CREATE FUNCTION loraplex_show_window(w quota_windows) RETURNS jsonb
-    LANGUAGE sql STABLE
-    AS $$
-        SELECT jsonb_build_array(w.id, w.tenant_id, w.scope_kind, w.scope_id, w.metric, w.period,
-            w.window_s, extract(epoch FROM w.period_start), extract(epoch FROM w.period_end),
-            w.committed, w.held, w.version)
-    $$;
-
--- Turn what a request holds into what it used, in all its windows; what they are then.
+-- Turn what a request holds into what it used, in all its windows.
 CREATE FUNCTION loraplex_turn_windows(
     r requests, used_requests integer, used_in bigint, used_out bigint, used_pico numeric
-) RETURNS jsonb
+) RETURNS void
     LANGUAGE plpgsql
     AS $$
-    DECLARE
-        result jsonb;
     BEGIN
         IF cardinality(r.windows) = 0 THEN
-            RETURN NULL;
+            RETURN;
         END IF;
-        PERFORM 1 FROM quota_windows q WHERE q.id = ANY (r.windows)
-            ORDER BY loraplex_scope_rank(q.scope_kind), q.scope_id, q.metric, q.period, q.window_s,
-                q.period_start
-            FOR UPDATE;
-        WITH turned AS (
-            UPDATE quota_windows q SET
-                committed = q.committed + CASE q.metric
-                    WHEN 'requests' THEN used_requests
-                    WHEN 'tokens_in' THEN used_in
-                    WHEN 'tokens_out' THEN used_out
-                    WHEN 'tokens_total' THEN used_in + used_out
-                    ELSE used_pico END,
-                -- Never an error here, whatever is wrong: the request must close. I2 finds it.
-                held = greatest(0, q.held - CASE q.metric
-                    WHEN 'requests' THEN 1
-                    WHEN 'tokens_in' THEN r.est_prompt_tokens
-                    WHEN 'tokens_out' THEN r.est_completion_tokens
-                    WHEN 'tokens_total' THEN r.est_prompt_tokens + r.est_completion_tokens
-                    ELSE r.est_pico END),
-                version = q.version + 1
-            WHERE q.id = ANY (r.windows)
-            RETURNING q.*
-        )
-        SELECT jsonb_agg(loraplex_show_window(t::quota_windows)) INTO result FROM turned t;
-        RETURN result;
+        IF cardinality(r.windows) > 1 THEN
+            PERFORM 1 FROM quota_windows q WHERE q.id = ANY (r.windows)
+                ORDER BY loraplex_scope_rank(q.scope_kind), q.scope_id, q.metric, q.period,
+                    q.window_s, q.period_start
+                FOR UPDATE;
+        END IF;
+        UPDATE quota_windows q SET
+            committed = q.committed + CASE q.metric
+                WHEN 'requests' THEN used_requests
+                WHEN 'tokens_in' THEN used_in
+                WHEN 'tokens_out' THEN used_out
+                WHEN 'tokens_total' THEN used_in + used_out
+                ELSE used_pico END,
+            -- Never an error here, whatever is wrong: the request must close. I2 finds it.
+            held = greatest(0, q.held - CASE q.metric
+                WHEN 'requests' THEN 1
+                WHEN 'tokens_in' THEN r.est_prompt_tokens
+                WHEN 'tokens_out' THEN r.est_completion_tokens
+                WHEN 'tokens_total' THEN r.est_prompt_tokens + r.est_completion_tokens
+                ELSE r.est_pico END)
+        WHERE q.id = ANY (r.windows);
     END
     $$;
 
@@ -328,7 +312,7 @@ CREATE FUNCTION loraplex_seed_windows(window_ids bigint[]) RETURNS void
             FOR UPDATE
         LOOP
             UPDATE quota_windows SET committed = loraplex_ledger_sum(w),
-                held = loraplex_held_sum(w), version = version + 1 WHERE id = w.id;
+                held = loraplex_held_sum(w) WHERE id = w.id;
         END LOOP;
     END
     $$;
@@ -452,7 +436,7 @@ CREATE FUNCTION loraplex_reserve(
     p_prompt_tokens bigint, p_max_tokens bigint, p_min_tokens bigint, p_num_choices bigint,
     p_made_at_s double precision, p_max_skew_s double precision,
     OUT outcome text, OUT lease_token bigint, OUT lease_until timestamptz, OUT price_book_id uuid,
-    OUT max_tokens bigint, OUT blocking jsonb, OUT windows jsonb
+    OUT max_tokens bigint, OUT blocking jsonb
 )
     LANGUAGE plpgsql
     AS $$
@@ -474,10 +458,12 @@ CREATE FUNCTION loraplex_reserve(
         fixed numeric;
         each numeric;
         allowed numeric;
+        is_too_large boolean;
         best numeric := p_max_tokens;
         clamper uuid;
         least_tokens bigint := least(p_min_tokens, p_max_tokens);
         num_completion bigint;
+        worst_pico numeric;
     BEGIN
         outcome := 'other';
         PERFORM loraplex_lock_limits(p_tenant_id, false);
@@ -554,15 +540,12 @@ CREATE FUNCTION loraplex_reserve(
                 allowed := CASE WHEN allowed < 0 THEN -1 ELSE best END;
             END IF;
             -- Of 0 is closed: then it is not the request that is too large.
-            IF allowed < least_tokens AND l.value > 0 AND fixed + each * least_tokens > l.value THEN
-                outcome := 'too_large';
-            ELSIF allowed < least_tokens AND allowed < best AND outcome <> 'too_large' THEN
-                outcome := 'refused';
-            END IF;
-            IF allowed < best AND (allowed >= least_tokens OR outcome <> 'other') THEN
-                best := allowed;
+            is_too_large := l.value > 0 AND fixed + each * least_tokens > l.value;
+            IF allowed < best OR is_too_large THEN
+                best := least(best, allowed);
                 clamper := l.id;
-                IF outcome <> 'other' THEN
+                IF allowed < least_tokens THEN
+                    outcome := CASE WHEN is_too_large THEN 'too_large' ELSE 'refused' END;
                     blocking := jsonb_build_object(
                         'limit_id', l.id, 'scope_kind', l.scope_kind, 'scope_id', l.scope_id,
                         'is_shared', l.tenant_id IS NULL, 'metric', l.metric,
@@ -580,7 +563,7 @@ CREATE FUNCTION loraplex_reserve(
                         ) ELSE w.period_end END));
                 END IF;
             END IF;
-            EXIT WHEN outcome = 'too_large';  -- nothing else could be said to be the reason
+            EXIT WHEN outcome = 'too_large';  -- whatever else refuses it: this will not change
         END LOOP;
         IF outcome <> 'other' THEN
             RETURN;
@@ -588,6 +571,8 @@ CREATE FUNCTION loraplex_reserve(
 
         max_tokens := best;
         num_completion := max_tokens * p_num_choices;
+        worst_pico := p_prompt_tokens::numeric * prompt_price
+            + num_completion::numeric * price.output + coalesce(price.request, 0);
         INSERT INTO requests (
             id, tenant_id, project_id, key_id, deployment_id, revision_id, adapter_id,
             adapter_version_id, price_book_id, kind, endpoint, model, is_stream,
@@ -597,9 +582,7 @@ CREATE FUNCTION loraplex_reserve(
             p_request_id, p_tenant_id, project, p_key_id, p_deployment_id, p_revision_id,
             adapter, p_adapter_version_id, price_book_id, p_kind, p_endpoint, p_model, p_is_stream,
             p_has_stop_strings, p_owner, p_replica_id, p_attempt,
-            at + make_interval(secs => p_lease_s), p_prompt_tokens, num_completion,
-            p_prompt_tokens::numeric * prompt_price + num_completion::numeric * price.output
-                + coalesce(price.request, 0),
+            at + make_interval(secs => p_lease_s), p_prompt_tokens, num_completion, worst_pico,
             window_ids, p_max_tokens * p_num_choices, clamper)
         ON CONFLICT (id) DO NOTHING
         RETURNING requests.lease_token, requests.lease_until INTO lease_token, lease_until;
@@ -608,21 +591,14 @@ CREATE FUNCTION loraplex_reserve(
         END IF;
         outcome := 'reserved';
         IF cardinality(window_ids) > 0 THEN
-            WITH taken AS (
-                UPDATE quota_windows q SET
-                    held = q.held + CASE q.metric
-                        WHEN 'requests' THEN 1
-                        WHEN 'tokens_in' THEN p_prompt_tokens
-                        WHEN 'tokens_out' THEN num_completion
-                        WHEN 'tokens_total' THEN p_prompt_tokens + num_completion
-                        ELSE p_prompt_tokens::numeric * prompt_price
-                            + num_completion::numeric * price.output + coalesce(price.request, 0)
-                        END,
-                    version = q.version + 1
-                WHERE q.id = ANY (window_ids)
-                RETURNING q.*
-            )
-            SELECT jsonb_agg(loraplex_show_window(t::quota_windows)) INTO windows FROM taken t;
+            UPDATE quota_windows q SET
+                held = q.held + CASE q.metric
+                    WHEN 'requests' THEN 1
+                    WHEN 'tokens_in' THEN p_prompt_tokens
+                    WHEN 'tokens_out' THEN num_completion
+                    WHEN 'tokens_total' THEN p_prompt_tokens + num_completion
+                    ELSE worst_pico END
+            WHERE q.id = ANY (window_ids);
         END IF;
     END
     $$;
@@ -709,7 +685,7 @@ CREATE FUNCTION loraplex_settle(
     p_cached bigint, p_generated bigint, p_billed bigint, p_absorbed bigint, p_past_stop bigint,
     p_past_abort bigint, p_earlier jsonb, p_finish_reason text, p_http_status integer,
     p_error_code text, p_ttft_ms integer, p_e2e_ms integer,
-    OUT applied boolean, OUT amount_pico numeric, OUT windows jsonb
+    OUT applied boolean, OUT amount_pico numeric
 )
     LANGUAGE plpgsql
     AS $$
@@ -752,10 +728,12 @@ CREATE FUNCTION loraplex_settle(
                 discarded_past_abort bigint);
         END IF;
         IF cardinality(r.windows) > 0 THEN
-            windows := CASE WHEN is_paid
-                THEN loraplex_turn_windows(r, 1, p_prompt, p_billed, amount_pico)
-                ELSE loraplex_turn_windows(r, 0, 0, 0, 0) END;
-            PERFORM loraplex_fire_alerts(r.windows);
+            IF is_paid THEN
+                PERFORM loraplex_turn_windows(r, 1, p_prompt, p_billed, amount_pico);
+                PERFORM loraplex_fire_alerts(r.windows);
+            ELSE
+                PERFORM loraplex_turn_windows(r, 0, 0, 0, 0);
+            END IF;
         END IF;
     END
     $$;
@@ -763,8 +741,8 @@ CREATE FUNCTION loraplex_settle(
 -- Close a request that no engine worked on: it holds nothing any more, and nothing is charged.
 CREATE FUNCTION loraplex_void(
     p_request_id uuid, p_lease_token bigint, p_voided_by text, p_http_status integer,
-    p_error_code text, OUT applied boolean, OUT windows jsonb
-)
+    p_error_code text
+) RETURNS boolean
     LANGUAGE plpgsql
     AS $$
     DECLARE
@@ -774,10 +752,11 @@ CREATE FUNCTION loraplex_void(
             http_status = p_http_status, error_code = p_error_code
         WHERE q.id = p_request_id AND q.state = 'reserved' AND q.lease_token = p_lease_token
         RETURNING q.* INTO r;
-        applied := FOUND;
-        IF applied THEN
-            windows := loraplex_turn_windows(r, 0, 0, 0, 0);
+        IF NOT FOUND THEN
+            RETURN false;
         END IF;
+        PERFORM loraplex_turn_windows(r, 0, 0, 0, 0);
+        RETURN true;
     END
     $$;
 
@@ -810,7 +789,7 @@ DROP FUNCTION loraplex_absorb_late, loraplex_void, loraplex_settle, loraplex_cha
 DROP TRIGGER tenants_move_zone ON tenants;
 DROP FUNCTION loraplex_move_zone, loraplex_set_up_quota, loraplex_note_use, loraplex_window, loraplex_seed_windows,
     loraplex_held_sum, loraplex_ledger_sum, loraplex_in_scope, loraplex_turn_windows,
-    loraplex_show_window, loraplex_zone_of, loraplex_lock_limits, loraplex_scope_rank,
+    loraplex_zone_of, loraplex_lock_limits, loraplex_scope_rank,
     loraplex_period, loraplex_midnight;
 DROP TABLE refusals, alerts_fired, limits, quota_windows;
 DROP FUNCTION loraplex_bump_limits;

@@ -113,7 +113,6 @@ class QuotaWindow(Base):
     period_end: Mapped[datetime | None]  # null: it never ends
     committed: Mapped[Pico] = mapped_column(server_default=text("0"))
     held: Mapped[Pico] = mapped_column(server_default=text("0"))
-    version: Mapped[BigInt] = mapped_column(server_default=text("0"))
 
 
 class AlertFired(Base):

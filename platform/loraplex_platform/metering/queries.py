@@ -25,10 +25,10 @@ from loraplex_platform.metering.records import (
     Reservation,
     Settlement,
 )
-from loraplex_platform.quotas.records import Blocking, WindowState
+from loraplex_platform.quotas.records import Blocking
 
 RESERVE: Final = """
-select outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, windows
+select outcome, lease_token, lease_until, price_book_id, max_tokens, blocking
 from loraplex_reserve(
     p_request_id => %(request_id)s, p_tenant_id => %(tenant_id)s, p_key_id => %(key_id)s,
     p_deployment_id => %(deployment_id)s, p_revision_id => %(revision_id)s,
@@ -42,7 +42,7 @@ from loraplex_reserve(
 """
 
 SETTLE: Final = """
-select applied, amount_pico, windows
+select applied, amount_pico
 from loraplex_settle(
     p_request_id => %(request_id)s, p_lease_token => %(lease_token)s, p_kind => %(kind)s,
     p_settled_by => %(settled_by)s, p_account => %(account)s, p_attempt => %(attempt)s::integer,
@@ -56,8 +56,7 @@ from loraplex_settle(
 """
 
 VOID: Final = """
-select applied, windows
-from loraplex_void(
+select loraplex_void(
     p_request_id => %(request_id)s, p_lease_token => %(lease_token)s,
     p_voided_by => %(voided_by)s, p_http_status => %(http_status)s::integer,
     p_error_code => %(error_code)s)
@@ -149,20 +148,6 @@ def _attempt_columns(usage: AttemptUsage, account: Split) -> dict[str, object]:
         "discarded_past_stop": usage.discarded_past_stop,
         "discarded_past_abort": usage.discarded_past_abort,
     }
-
-
-def read_windows(windows: Sequence[Sequence[Any]] | None) -> tuple[WindowState, ...]:
-    """As `loraplex_show_window` made them."""
-    return tuple(
-        WindowState(
-            window_id,
-            None if tenant_id is None else UUID(tenant_id),
-            scope_kind,
-            UUID(scope_id),
-            *rest,
-        )
-        for window_id, tenant_id, scope_kind, scope_id, *rest in windows or ()
-    )
 
 
 def read_blocking(blocking: Mapping[str, Any]) -> Blocking:

@@ -7,7 +7,6 @@ from datetime import datetime
 from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
-from loraplex_platform.quotas.records import WindowState
 
 LEASE_S = 20.0  # gateways renew every 5 s
 # A request's id has its maker's clock in it, all other times are the database's. Reports and partitions
@@ -56,14 +55,12 @@ class Reserved:
 
     Attributes:
         max_tokens: of each choice: what was asked for, or less where a quota pays no more.
-        windows: the quota windows that it holds a part of, as they were right after.
     """
 
     lease_token: int
     lease_until: datetime
     price_book_id: UUID
     max_tokens: int
-    windows: tuple[WindowState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +91,7 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True)
 class SettleResult:
-    """`applied` False: another holder of a newer lease settled or voided it; nothing was written.
-
-    `windows`: the quota windows that it held a part of, as they were right after.
-    """
+    """`applied` False: another holder of a newer lease settled or voided it; nothing was written."""
 
     applied: bool
     amount_pico: int = 0
-    windows: tuple[WindowState, ...] = ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 from uuid import UUID
 
 import structlog
@@ -62,11 +61,9 @@ async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserve
         DatabaseUnavailableError: nothing may be dispatched.
     """
     row = await sessions.calls.call(queries.RESERVE, queries.reserve_parameters(reservation))
-    outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, windows = row
+    outcome, lease_token, lease_until, price_book_id, max_tokens, blocking = row
     if outcome == "reserved":
-        return Reserved(
-            lease_token, lease_until, price_book_id, max_tokens, queries.read_windows(windows)
-        )
+        return Reserved(lease_token, lease_until, price_book_id, max_tokens)
     if blocking is not None:
         raise quota_error(queries.read_blocking(blocking), is_too_large=outcome == "too_large")
     async with sessions() as session:
@@ -170,8 +167,8 @@ async def void(
     `applied` False: it was closed already.
     """
     parameters = _void_parameters(request_id, lease_token, voided_by, http_status, error_code)
-    applied, windows = await sessions.calls.call(queries.VOID, parameters)
-    return _settled(applied, None, windows)
+    (applied,) = await sessions.calls.call(queries.VOID, parameters)
+    return SettleResult(applied)
 
 
 async def void_in(
@@ -184,8 +181,8 @@ async def void_in(
 ) -> SettleResult:
     """`void` within the caller's transaction."""
     parameters = _void_parameters(request_id, lease_token, voided_by, None, error_code)
-    applied, windows = await queries.call_in(session, queries.VOID, parameters)
-    return _settled(applied, None, windows)
+    (applied,) = await queries.call_in(session, queries.VOID, parameters)
+    return SettleResult(applied)
 
 
 def _void_parameters(
@@ -204,7 +201,5 @@ def _void_parameters(
     }
 
 
-def _settled(
-    applied: bool, amount_pico: Decimal | None, windows: Sequence[Sequence[Any]] | None
-) -> SettleResult:
-    return SettleResult(applied, int(amount_pico or 0), queries.read_windows(windows))
+def _settled(applied: bool, amount_pico: Decimal | None) -> SettleResult:
+    return SettleResult(applied, int(amount_pico or 0))

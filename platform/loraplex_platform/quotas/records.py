@@ -66,31 +66,6 @@ class EffectiveLimits:
     rates: tuple[RateLimit, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class WindowState:
-    """A quota window right after a transaction: absolute values, and the version of its row.
-
-    Attributes:
-        tenant_id: None: it counts everybody's requests.
-        window_s: the length of a rolling period, whose windows are its 24ths; else 0.
-        period_start_s, period_end_s: Unix time; an end of None never comes.
-        committed, held: used, and reserved by requests in flight, in the metric's unit.
-    """
-
-    window_id: int
-    tenant_id: UUID | None
-    scope_kind: ScopeKind
-    scope_id: UUID
-    metric: QuotaMetric
-    period: QuotaPeriod
-    window_s: int
-    period_start_s: float
-    period_end_s: float | None
-    committed: int
-    held: int
-    version: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocking:
     """The quota that refuses a request, and why.

@@ -85,8 +85,7 @@ async def test_the_worst_case_is_held_and_only_what_was_used_stays(db: Database)
         "cost": (0, 10 * IN + 100 * OUT),
     }
     assert reserved.max_tokens == 100
-    assert {window.metric for window in reserved.windows} == set(limits)
-    settled = await service.settle(db.sessions, settlement(request_id, usage_cached_tokens=4))
+    await service.settle(db.sessions, settlement(request_id, usage_cached_tokens=4))
     cost = 6 * IN + 4 * CACHED + 20 * OUT
     used = {metric: (await use_of(db, limit_id)) for metric, limit_id in limits.items()}
     assert used == {
@@ -95,9 +94,6 @@ async def test_the_worst_case_is_held_and_only_what_was_used_stays(db: Database)
         "tokens_out": (20, 0),
         "tokens_total": (30, 0),
         "cost": (cost, 0),
-    }
-    assert {(w.metric, w.committed, w.held, w.version) for w in settled.windows} >= {
-        ("cost", cost, 0, 3)  # set up, reserved, settled
     }
     assert await broken(db) == set()
 
