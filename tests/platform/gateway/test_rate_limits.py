@@ -163,9 +163,9 @@ async def places_of(stand: Stand) -> Any:
 
 
 async def test_a_running_request_holds_its_place_until_its_client_leaves(stand: Stand) -> None:
-    stand.engine.script = Script(token_ids=[5, 6, 7], hang_after=2)
+    stand.engine.script = Script(token_delay_s=0.1)
     await set_limit(stand, "concurrency", 1)
-    running = await ask(stand, stream=True)
+    running = await ask(stand, stream=True, max_tokens=100)
 
     with pytest.raises(openai.RateLimitError, match="may have 1 requests at a time"):
         await ask(stand)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ import redis
 from loraplex_platform.errors import RevokedKeyError
 from loraplex_platform.ids import uuid7
 from loraplex_platform.outbox.queries import Message
+from loraplex_platform.quotas.records import EffectiveLimits
 from loraplex_platform.rates import keys
 from loraplex_platform.rates.admission import Claim, RateLimitedError, TokenUse, go_duration
 from loraplex_platform.rates.versions import version_topic
@@ -58,7 +60,7 @@ async def test_without_limits_everything_passes_and_nothing_is_shown(world: Worl
 
 async def test_a_refusal_names_the_limit_and_when_to_come_back(world: World) -> None:
     gateway = world.gateway()
-    limits = (limit("rpm", 6, burst=1), limit("tpm_total", 10_000))
+    limits = (limit("rpm", 6, burst=1), limit("tpm_total", 1, burst=10_000))
     await gateway.admit(claim(*limits), never)
 
     with pytest.raises(RateLimitedError) as refusal:
@@ -102,8 +104,7 @@ async def test_each_token_class_counts_what_it_says(
     world: World, metric: RateMetric, at_first: int, in_the_end: int
 ) -> None:
     # So slow that nothing comes back by itself while the test runs.
-    of_class = limit(metric, 1000)
-    frozen = replace(of_class, value=1, burst=1000)
+    frozen = limit(metric, 1, burst=1000)
     gateway = world.gateway()
 
     passed = await gateway.admit(claim(frozen), never)
@@ -131,9 +132,10 @@ async def test_giving_back_twice_gives_back_once(world: World) -> None:
     passed = await gateway.admit(claim(one), never)
     await gateway.admit(claim(one), never)
 
+    twin = replace(passed, shares=list(passed.shares))  # as of a gateway that has forgotten
     await gateway.release(passed, None)
-    passed.is_released = False  # as a gateway that has forgotten
     await gateway.release(passed, None)
+    await gateway.release(twin, None)
 
     _, views = await gateway.look(claim(one))
     assert views[0].remaining == 890
@@ -197,7 +199,7 @@ async def test_a_place_is_kept_as_long_as_it_is_renewed(world: World) -> None:
         name = keys.names_of([one])[one.limit_id]
 
         for _ in range(4):
-            client.execute_command("DEBUG", "SLEEP", 0.15)
+            await asyncio.sleep(0.15)
             await gateway.renew([kept])
 
         assert client.zcount(name, "-inf", "+inf") == 2
@@ -239,11 +241,9 @@ async def test_what_has_changed_is_looked_up_before_anything_is_taken(
             await gateway.admit(claim(one), revoked)
 
     assert (await gateways[0].look(claim(one)))[0] == "STALE"
-    _, views = await gateways[0].look(claim(one, **NEWEST))
+    newest = EffectiveLimits(version=2, rates=(one,))
+    _, views = await gateways[0].look(claim(limits=newest, key_version=2, tenant_version=2))
     assert views[0].remaining == 9
-
-
-NEWEST = {"key_version": 2, "tenant_version": 2}
 
 
 async def test_limits_that_have_changed_hold_at_once(world: World) -> None:

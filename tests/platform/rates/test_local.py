@@ -37,7 +37,7 @@ def num_taken(rates: LocalRates, *limits: RateLimit, num_gateways: int = 1, trie
     return sum(take(rates, claim(*limits), num_gateways) for _ in range(tries))
 
 
-@given(st.integers(1, 200), st.integers(1, 20))
+@given(st.integers(1, 60), st.integers(1, 8))
 def test_all_parts_together_are_the_limit_or_one_each(value: int, num_gateways: int) -> None:
     clock = Clock()
     gateways = [LocalRates(clock) for _ in range(num_gateways)]
