@@ -175,20 +175,11 @@ CREATE FUNCTION loraplex_scope_rank(scope_kind text) RETURNS integer
             WHEN 'adapter' THEN 4 WHEN 'deployment' THEN 5 ELSE 6 END
     $$;
 
--- Whoever sets a limit up (exclusively) waits for admissions under way (shared), and they for it, so
--- that no request is neither among those that are counted then nor one that holds the new window.
-CREATE FUNCTION loraplex_lock_limits(tenant uuid, is_exclusive boolean) RETURNS void
-    LANGUAGE plpgsql
-    AS $$
-    BEGIN
-        IF is_exclusive THEN
-            PERFORM pg_advisory_xact_lock(7154, coalesce(hashtext(tenant::text), 0));
-        ELSE
-            PERFORM pg_advisory_xact_lock_shared(7154, 0);
-            PERFORM pg_advisory_xact_lock_shared(7154, hashtext(tenant::text));
-        END IF;
-    END
-    $$;
+-- Whoever sets a limit up waits for admissions under way, which share this lock, and they for it: so
+-- no request is neither among those that are counted then nor one that holds the new window.
+CREATE FUNCTION loraplex_lock_limits(tenant uuid) RETURNS void
+    LANGUAGE sql
+    AS $$ SELECT pg_advisory_xact_lock(7154, coalesce(hashtext(tenant::text), 0)) $$;
 
 CREATE FUNCTION loraplex_zone_of(tenant uuid) RETURNS text
     LANGUAGE sql STABLE
@@ -357,7 +348,7 @@ CREATE FUNCTION loraplex_set_up_quota(limit_id uuid) RETURNS void
         ids bigint[] := '{}';
     BEGIN
         SELECT * INTO STRICT l FROM limits WHERE id = limit_id;
-        PERFORM loraplex_lock_limits(l.tenant_id, true);
+        PERFORM loraplex_lock_limits(l.tenant_id);
         zone := loraplex_zone_of(l.tenant_id);
         -- All buckets of a rolling window: also one without a row may have had usage.
         FOR back IN 0 .. CASE l.period WHEN 'rolling' THEN 24 ELSE 0 END LOOP
@@ -390,7 +381,7 @@ CREATE FUNCTION loraplex_move_zone() RETURNS trigger
     DECLARE
         ids bigint[];
     BEGIN
-        PERFORM loraplex_lock_limits(NEW.id, true);
+        PERFORM loraplex_lock_limits(NEW.id);
         WITH moved AS (
             UPDATE quota_windows q SET (period_start, period_end) = (
                 SELECT p.period_start, p.period_end
@@ -432,8 +423,8 @@ CALLS = """
 CREATE FUNCTION loraplex_reserve(
     p_request_id uuid, p_tenant_id uuid, p_key_id uuid, p_deployment_id uuid, p_revision_id uuid,
     p_adapter_version_id uuid, p_kind text, p_endpoint text, p_model text, p_is_stream boolean,
-    p_has_stop_strings boolean, p_owner text, p_replica_id text, p_attempt integer, p_lease_s double precision,
-    p_prompt_tokens bigint, p_max_tokens bigint, p_min_tokens bigint, p_num_choices bigint,
+    p_has_stop_strings boolean, p_owner text, p_replica_id text, p_attempt integer,
+    p_lease_s double precision, p_prompt_tokens bigint, p_max_tokens bigint, p_min_tokens bigint, p_num_choices bigint,
     p_made_at_s double precision, p_max_skew_s double precision,
     OUT outcome text, OUT lease_token bigint, OUT lease_until timestamptz, OUT price_book_id uuid,
     OUT max_tokens bigint, OUT blocking jsonb
@@ -466,7 +457,8 @@ CREATE FUNCTION loraplex_reserve(
         worst_pico numeric;
     BEGIN
         outcome := 'other';
-        PERFORM loraplex_lock_limits(p_tenant_id, false);
+        PERFORM pg_advisory_xact_lock_shared(7154, 0),
+            pg_advisory_xact_lock_shared(7154, hashtext(p_tenant_id::text));
         SELECT t.billing_tz, k.project_id INTO zone, project
         FROM tenants t LEFT JOIN api_keys k ON k.tenant_id = t.id AND k.id = p_key_id
         WHERE t.id = p_tenant_id AND t.status = 'active'
@@ -475,9 +467,10 @@ CREATE FUNCTION loraplex_reserve(
         IF NOT FOUND OR abs(p_made_at_s - extract(epoch FROM at)) > p_max_skew_s THEN
             RETURN;
         END IF;
-        price_book_id := loraplex_book_at(at);
-        SELECT * INTO price FROM loraplex_entry_prices(
-            price_book_id, p_adapter_version_id, p_deployment_id);
+        SELECT book.id, p.input, p.cached_input, p.output, p.request INTO price
+            FROM (SELECT loraplex_book_at(at) AS id) AS book,
+                loraplex_entry_prices(book.id, p_adapter_version_id, p_deployment_id) AS p;
+        price_book_id := price.id;
         IF price.input IS NULL OR price.output IS NULL THEN
             RETURN;
         END IF;
@@ -504,22 +497,33 @@ CREATE FUNCTION loraplex_reserve(
             what := concat_ws(' ', l.scope_kind, l.metric, l.period, l.window_s);
             IF what <> previous_what THEN  -- else the same window: a hard and a soft limit share it
                 previous_what := what;
-                IF l.period = 'rolling' THEN
-                    -- Also the bucket before, so that two requests at a bucket's end see each other.
+                IF l.period <> 'rolling' THEN
+                    SELECT * INTO w FROM quota_windows q
+                        WHERE q.scope_kind = l.scope_kind AND q.scope_id = l.scope_id
+                            AND q.metric = l.metric AND q.period = l.period AND q.window_s = 0
+                            AND q.period_start <= at
+                        ORDER BY q.period_start DESC LIMIT 1
+                        FOR UPDATE;
+                    IF w.id IS NULL OR at >= w.period_end THEN  -- the first of its period
+                        w := loraplex_window(l, at,
+                            CASE WHEN l.tenant_id IS NULL THEN 'UTC' ELSE zone END);
+                        SELECT * INTO w FROM quota_windows q WHERE q.id = w.id FOR UPDATE;
+                    END IF;
+                    committed := w.committed;
+                    held := w.held;
+                ELSE
+                    -- The bucket before is locked too: so two requests at a bucket's end see each other.
                     w := loraplex_window(l, at - make_interval(secs => l.window_s / 24), zone);
                     PERFORM 1 FROM quota_windows q WHERE q.id = w.id FOR UPDATE;
-                END IF;
-                w := loraplex_window(l, at, CASE WHEN l.tenant_id IS NULL THEN 'UTC' ELSE zone END);
-                window_ids := window_ids || w.id;
-                SELECT q.committed, q.held INTO committed, held
-                    FROM quota_windows q WHERE q.id = w.id FOR UPDATE;
-                IF l.period = 'rolling' THEN
+                    w := loraplex_window(l, at, zone);
+                    PERFORM 1 FROM quota_windows q WHERE q.id = w.id FOR UPDATE;
                     SELECT sum(q.committed), sum(q.held) INTO committed, held
                     FROM quota_windows q
                     WHERE q.scope_kind = l.scope_kind AND q.scope_id = l.scope_id
                         AND q.metric = l.metric AND q.period = l.period AND q.window_s = l.window_s
                         AND q.period_start > at - make_interval(secs => l.window_s / 24 * 25);
                 END IF;
+                window_ids := window_ids || w.id;
             END IF;
             CONTINUE WHEN NOT l.is_hard OR at < l.valid_from OR at >= l.valid_to;
             fixed := CASE l.metric

@@ -153,6 +153,7 @@ def create_database_engine(
         pool_timeout=POOL_TIMEOUT_S,
         pool_pre_ping=not is_for_calls,
         pool_reset_on_return=None if is_for_calls else "rollback",
+        pool_use_lifo=is_for_calls,  # few backends with warm caches, not all of them in turn
         pool_recycle=1800,
         **({"isolation_level": "AUTOCOMMIT"} if is_for_calls else {}),
     )

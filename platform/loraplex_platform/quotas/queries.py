@@ -35,7 +35,7 @@ group by l.id, p.period_start, p.period_end
 """)
 _SET_UP = text("select loraplex_set_up_quota(:limit_id)")
 _NOTE_USE = text("select loraplex_note_use(:limit_id)")
-_LOCK = text("select loraplex_lock_limits(cast(:tenant_id as uuid), true)")
+_LOCK = text("select loraplex_lock_limits(cast(:tenant_id as uuid))")
 _OLD_WINDOWS = text("""
 delete from quota_windows
 where held = 0 and period_end < now() - case period
