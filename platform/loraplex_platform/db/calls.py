@@ -19,7 +19,12 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from loraplex_platform.db.errors import LOST_RACES, DatabaseUnavailableError, means_unavailable
+from loraplex_platform.db.errors import (
+    LOST_RACES,
+    DatabaseUnavailableError,
+    NoAnswerError,
+    means_unavailable,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +65,8 @@ class CallPool:
                     error
                 ):
                     raise
-                elif has_reconnected:
+                elif has_reconnected or isinstance(error, NoAnswerError):
+                    # A server that stands still is not waited for twice.
                     raise DatabaseUnavailableError from error
                 else:
                     has_reconnected = True

@@ -24,6 +24,10 @@ class DatabaseUnavailableError(UnavailableError):
         super().__init__(message, retry_after_s=RETRY_AFTER_S)
 
 
+class NoAnswerError(psycopg.OperationalError):
+    """The server has left a statement without an answer for as long as we wait. It may be done or not."""
+
+
 def means_unavailable(error: BaseException) -> bool:
     """Whether this error of the driver is about the server, not about the statement."""
     if not isinstance(error, psycopg.Error):

@@ -31,7 +31,7 @@ from loraplex_platform.db.calls import CallPool
 from loraplex_platform.db.errors import (
     DatabaseUnavailableError as DatabaseUnavailableError,  # noqa: PLC0414 # caught from here
 )
-from loraplex_platform.db.errors import means_unavailable
+from loraplex_platform.db.errors import NoAnswerError, means_unavailable
 from loraplex_platform.db.stored_json import to_stored_json
 from loraplex_platform.settings import DatabaseSettings
 
@@ -95,7 +95,7 @@ def _impatient_connection(answer_deadline_s: float) -> type[psycopg.AsyncConnect
             except psycopg.errors._WaitTimeout as error:
                 # Whatever was under way may be done or not: nobody can use the connection again.
                 self.pgconn.finish()
-                raise psycopg.OperationalError(f"no answer within {limit_s:g} s") from error
+                raise NoAnswerError(f"no answer within {limit_s:g} s") from error
 
     return ImpatientConnection
 
