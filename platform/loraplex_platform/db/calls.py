@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import psycopg
 import structlog
+from psycopg.errors import QueryCanceled
 from psycopg.pq import TransactionStatus
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
@@ -50,23 +51,21 @@ class CallPool:
             query: with %(name)s for parameters; prepared by the server on first use.
 
         Raises:
-            DatabaseUnavailableError: the database is down, twice. Whether it was done is unknown.
+            DatabaseUnavailableError: the database is down, or has no connection or no time for us.
+                Whether it was done is unknown.
             psycopg.Error: the statement is at fault.
         """
         has_reconnected = False
         for tries in range(1, MAX_TRIES + 1):
             try:
                 return await self._once(query, parameters)
-            except (psycopg.Error, DatabaseUnavailableError) as error:
-                sqlstate = getattr(error, "sqlstate", None)
-                if sqlstate in LOST_RACES and tries < MAX_TRIES:
-                    log.info("call_retried", sqlstate=sqlstate)
-                elif not isinstance(error, DatabaseUnavailableError) and not means_unavailable(
-                    error
-                ):
+            except psycopg.Error as error:
+                if error.sqlstate in LOST_RACES and tries < MAX_TRIES:
+                    log.info("call_retried", sqlstate=error.sqlstate)
+                elif not means_unavailable(error):
                     raise
-                elif has_reconnected or isinstance(error, NoAnswerError):
-                    # A server that stands still is not waited for twice.
+                elif has_reconnected or isinstance(error, NoAnswerError | QueryCanceled):
+                    # A server that has no time, or stands still, is not waited for twice.
                     raise DatabaseUnavailableError from error
                 else:
                     has_reconnected = True
@@ -82,7 +81,7 @@ class CallPool:
 
     async def _once(self, query: str, parameters: Mapping[str, object]) -> Row:
         lent = await self._engine.raw_connection()
-        connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_call_engine`
+        connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_database_engine`
         try:
             cursor = await connection.execute(query, parameters, prepare=True)
             row: Row | None = await cursor.fetchone()
