@@ -1,6 +1,6 @@
-"""The console's server: Streamlit's own, with the control API's login form passed through.
+"""The console's server: Streamlit's own, with the control API's forms passed through.
 
-Streamlit cannot set an HttpOnly cookie, so the form and the session belong to the control API. Passing
+Streamlit cannot set an HttpOnly cookie, so login form and session belong to the control API. Passing
 them through makes the console one origin: the browser needs to reach nothing else, and the cookie
 belongs to whatever host name the reader has typed. A visit without a session is sent to the form.
 
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loraplex_admin.api import SESSION_COOKIE
 
 LOGIN_PATH: Final = "/login"
+JOIN_PATH: Final = "/join"
 _MAX_FORM_BYTES: Final = 16 * 1024
 _TIMEOUT_S: Final = 15.0
 # What the form needs: who sends it from which page, and the throttle's idea of the visitor.
@@ -49,8 +50,8 @@ def _client() -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=_control_url(), timeout=_TIMEOUT_S, trust_env=False)
 
 
-async def pass_login(request: Request) -> Response:
-    """The control API's /login, as if it were here."""
+async def pass_form(request: Request) -> Response:
+    """The control API's /login or /join, as if it were here."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -65,7 +66,7 @@ async def pass_login(request: Request) -> Response:
     try:
         async with _client() as client:
             answer = await client.request(
-                request.method, f"{LOGIN_PATH}{query}", headers=headers, content=body
+                request.method, f"{request.url.path}{query}", headers=headers, content=body
             )
     except httpx.TransportError:
         return PlainTextResponse("The control API does not answer. Is it running?", 503)
@@ -98,7 +99,7 @@ def _is_page(request: Request) -> bool:
     """Whether a person opens a page, not a page one of its parts."""
     return (
         request.method == "GET"
-        and request.url.path != LOGIN_PATH
+        and request.url.path not in (LOGIN_PATH, JOIN_PATH)
         and "text/html" in request.headers.get("accept", "")
         and not request.url.path.startswith(("/_stcore/", "/static/", "/media/", "/component/"))
     )
@@ -120,6 +121,6 @@ async def _is_live(token: str) -> bool:
 
 app = st.App(
     Path(__file__).with_name("console.py"),
-    routes=[Route(LOGIN_PATH, pass_login, methods=["GET", "POST"])],
+    routes=[Route(path, pass_form, methods=["GET", "POST"]) for path in (LOGIN_PATH, JOIN_PATH)],
     middleware=[Middleware(LoginRedirect)],
 )

@@ -112,7 +112,9 @@ GRANT SELECT ON audit_heads TO loraplex_tenant;
 CREATE POLICY platforms_own ON deployments FOR SELECT TO loraplex_tenant USING (tenant_id IS NULL);
 CREATE POLICY platforms_own ON deployment_revisions FOR SELECT TO loraplex_tenant
     USING (tenant_id IS NULL);
-GRANT SELECT ON base_models TO loraplex_tenant;
+-- The heads of the tenant's own chain of audit rows; and two tables that are about nobody.
+SELECT loraplex_guard_table('audit_heads', 'chain = ANY ((SELECT loraplex_tenant_ids())::uuid[])');
+GRANT SELECT ON audit_heads, base_models, dropped_months TO loraplex_tenant;
 """
 
 # What a member's request may write; which role may is the control API's table of permissions.
@@ -124,7 +126,7 @@ GRANT INSERT, UPDATE ON invitations, projects, api_keys, adapters, deployments T
 GRANT INSERT, UPDATE (valid_until) ON api_key_secrets TO loraplex_tenant;
 GRANT INSERT, UPDATE (status) ON adapter_versions TO loraplex_tenant;
 GRANT INSERT ON deployment_revisions, audit_log TO loraplex_tenant;
-GRANT INSERT, SELECT (id, topic, dedupe_key) ON outbox TO loraplex_tenant;
+GRANT INSERT, UPDATE, DELETE ON webhooks, webhook_deliveries TO loraplex_tenant;
 """
 
 # The role stays: other databases of this server may use it.

@@ -176,6 +176,12 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
     gateway_url: str = "http://127.0.0.1:8000"
     console_url: str = "http://127.0.0.1:8501"
     session_hours: float = 12.0
+    # Login through an OpenID Connect provider, beside passwords; off without an issuer. People are
+    # sent back to <control_public_url>/login/oidc/callback, which the provider must know.
+    oidc_issuer: str | None = None
+    oidc_client_id: str | None = None
+    oidc_client_secret: SecretStr | None = None
+    control_public_url: str | None = None  # where browsers reach this API
     # Where uploads lie until they are checked; beside the adapters if the store is a folder.
     quarantine_dir: Path | None = None
     max_adapter_bytes: int = 512 * 1024 * 1024
@@ -183,6 +189,16 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
     validation_timeout_s: float = 60.0
     validation_memory_bytes: int = 2 * 1024**3
     curve_secret_key_file: Path | None = None
+
+
+    @model_validator(mode="after")
+    def _check_oidc(self) -> Self:
+        if self.oidc_issuer is None:
+            return self
+        for name in ("oidc_client_id", "control_public_url"):
+            if getattr(self, name) is None:
+                raise ValueError(f"LORAPLEX_{name.upper()} is needed with LORAPLEX_OIDC_ISSUER")
+        return self
 
 
 class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings):

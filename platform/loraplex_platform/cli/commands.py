@@ -11,14 +11,19 @@ import typer
 from loraplex_platform.cli import (
     adapter_commands,
     audit_commands,
+    backup_commands,
     bench_commands,
     billing_commands,
     key_commands,
+    limit_commands,
+    member_commands,
+    outbox_commands,
     process_commands,
     reconcile_commands,
     retention_commands,
     tenant_commands,
     user_commands,
+    webhook_commands,
 )
 from loraplex_platform.cli.errors import CommandGroup
 from loraplex_platform.cli.options import DataDirOption, ToolFormat
@@ -42,13 +47,21 @@ app.add_typer(bench_commands.app, name="bench", rich_help_panel=_LOCAL)
 app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(tenant_commands.app, name="tenants")
+app.add_typer(tenant_commands.projects, name="projects")
+app.add_typer(member_commands.app, name="members")
 app.add_typer(user_commands.app, name="users")
+app.add_typer(limit_commands.app, name="limits")
+app.command()(limit_commands.explain)
 app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
+app.command(rich_help_panel=_OPERATION)(outbox_commands.outbox)
 app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
+app.command(rich_help_panel=_OPERATION)(backup_commands.backup)
+app.command(rich_help_panel=_OPERATION)(backup_commands.restore)
+app.add_typer(webhook_commands.app, name="webhooks", rich_help_panel=_OPERATION)
 
 
 @app.command(rich_help_panel=_LOCAL)

@@ -1,4 +1,4 @@
-"""`loraplex tenants`: who is served and billed."""
+"""`loraplex tenants`: who is served and billed; `loraplex projects`: the parts of one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from typing import Annotated
 
 import typer
 
-from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.errors import CommandError, CommandGroup
+from loraplex_platform.cli.key_commands import project_id_of
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    open_admin,
+)
+from loraplex_platform.cli.output import JsonOption, print_json, print_rows
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Tenants.")
+projects = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Projects of tenants.")
 
-
-@app.callback()
-def _group() -> None:
-    """Tenants: who is served and billed."""  # with a callback, one command stays a subcommand
+TenantArgument = Annotated[str, typer.Argument(help="Slug or id of the tenant.")]
 
 
 @app.command()
 def create(
     slug: Annotated[str, typer.Argument(help="Lower-case letters, digits and '-'.")],
     name: Annotated[str | None, typer.Option(show_default="the slug", help="For people.")] = None,
+    billing_tz: Annotated[
+        str, typer.Option(help="IANA zone whose days and months limits and invoices follow.")
+    ] = "UTC",
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -29,8 +38,164 @@ def create(
 
     Example:
 
-      loraplex tenants create acme --name "Acme Inc."
+      loraplex tenants create acme --name "Acme Inc." --billing-tz Europe/Berlin
+    """
+    body = {"slug": slug, "name": name or slug, "billing_tz": billing_tz}
+    with open_admin(data_dir, control_url) as admin:
+        tenant = admin.call("POST", "/tenants", body)
+    if as_json:
+        print_json(tenant)
+    else:
+        typer.echo(tenant["id"])
+
+
+@app.command("list")
+def list_tenants(
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List tenants, newest first.
+
+    Example:
+
+      loraplex tenants list
     """
     with open_admin(data_dir, control_url) as admin:
-        tenant = admin.create_tenant(slug, name or slug)
-    typer.echo(tenant["id"])
+        tenants = list(admin.pages("/tenants"))
+    if as_json:
+        print_json(tenants)
+        return
+    rows = [(t["id"], t["slug"], t["status"], t["billing_tz"], t["name"]) for t in tenants]
+    print_rows([("ID", "SLUG", "STATUS", "ZONE", "NAME"), *rows])
+
+
+@app.command()
+def update(
+    tenant: TenantArgument,
+    name: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    replays_answers: Annotated[
+        bool | None,
+        typer.Option(
+            show_default="as it is",
+            help="Keep answers to requests with an Idempotency-Key for a day, encrypted, so that a"
+            " retry gets the answer again. Turned off, what is kept is deleted.",
+        ),
+    ] = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Change a tenant.
+
+    Example:
+
+      loraplex tenants update acme --replays-answers
+    """
+    given = {"name": name, "replays_answers": replays_answers}
+    changes = {field: value for field, value in given.items() if value is not None}
+    if not changes:
+        raise CommandError("nothing to change: give --name or --replays-answers")
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.tenant(tenant)
+        admin.call("PATCH", f"/tenants/{found['id']}", changes)
+    typer.echo(f"updated {found['slug']}")
+
+
+@app.command()
+def suspend(
+    tenant: TenantArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Refuse a tenant's requests, from the next one on; nothing else of it changes.
+
+    Example:
+
+      loraplex tenants suspend acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.tenant(tenant)
+        admin.call("POST", f"/tenants/{found['id']}/suspend")
+    typer.echo(f"suspended {found['slug']}")
+
+
+@app.command()
+def activate(
+    tenant: TenantArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Serve a suspended tenant again.
+
+    Example:
+
+      loraplex tenants activate acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.tenant(tenant)
+        admin.call("POST", f"/tenants/{found['id']}/activate")
+    typer.echo(f"activated {found['slug']}")
+
+
+# ---------------------------------------------------------------------------- projects
+
+
+@projects.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="Unique in the tenant, whatever its capitals.")],
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Make a project and print its id.
+
+    Example:
+
+      loraplex projects create "chat assistant" --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        project = admin.call("POST", f"/tenants/{tenant_id}/projects", {"name": name})
+    typer.echo(project["id"])
+
+
+@projects.command("list")
+def list_projects(
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List a tenant's projects, newest first.
+
+    Example:
+
+      loraplex projects list --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        found = list(admin.pages(f"/tenants/{tenant_id}/projects"))
+    if as_json:
+        print_json(found)
+        return
+    print_rows([("ID", "NAME"), *((project["id"], project["name"]) for project in found)])
+
+
+@projects.command("archive")
+def archive_project(
+    project: Annotated[str, typer.Argument(help="Name or id (prj_...) of the project.")],
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Take a project without live keys out of use. Its usage and bills stay.
+
+    Example:
+
+      loraplex projects archive "chat assistant" --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        project_id = project_id_of(admin, tenant_id, project)
+        admin.call("DELETE", f"/tenants/{tenant_id}/projects/{project_id}")
+    typer.echo(f"archived {project_id} ({project})")

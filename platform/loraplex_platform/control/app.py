@@ -15,21 +15,28 @@ import structlog
 from fastapi import FastAPI
 from loraplex_engine.artifact import AdapterStore
 
+from loraplex_platform.audit.routes import router as audit_router
 from loraplex_platform.billing.routes import routers as billing_routers
-from loraplex_platform.control import bootstrap, docs, health, housekeeping, login
+from loraplex_platform.control import bootstrap, docs, health, housekeeping, login, oidc_login
 from loraplex_platform.control.context import ControlContext
 from loraplex_platform.control.errors import install_error_handlers
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.control.middleware import RequestMiddleware
 from loraplex_platform.db.session import open_database
+from loraplex_platform.erasure.routes import router as erasure_router
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.fleet.routes import router as fleet_router
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
+from loraplex_platform.members import routes as members
 from loraplex_platform.metering.routes import router as metering_router
+from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.routes import router as playground_router
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.quotas import routes as quotas
+from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
+from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
 from loraplex_platform.registry.base_model import BaseModelError
@@ -37,11 +44,17 @@ from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
 from loraplex_platform.registry.validation import Validator
+from loraplex_platform.retention.routes import router as retention_router
 from loraplex_platform.settings import ControlSettings
-from loraplex_platform.tenancy.routes import router as tenancy_router
+from loraplex_platform.tenancy import key_routes as keys
+from loraplex_platform.tenancy import routes as tenancy
 from loraplex_platform.users import routes as users
+from loraplex_platform.users.oidc import OidcProvider, is_secure
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.visitor import parse_networks
+from loraplex_platform.webhooks import routes as webhooks
+from loraplex_platform.webhooks.addresses import AddressRules, parse_trusted
+from loraplex_platform.webhooks.signing import Vault
 
 log = structlog.get_logger(__name__)
 
@@ -94,14 +107,28 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         health.router,
         docs.router,
         login.router,
-        tenancy_router,
+        oidc_login.router,
+        tenancy.router,
+        tenancy.projects_router,
+        keys.router,
+        members.router,
+        members.invitations_router,
+        members.accept_router,
         registry.base_models_router,
         registry.adapters_router,
         registry.uploads_router,
         registry.deployments_router,
+        quotas.router,
+        quotas.scheduling_router,
+        quotas.explain_router,
         playground_router,
         metering_router,
         *billing_routers,
+        audit_router,
+        retention_router,
+        erasure_router,
+        webhooks.tenant_router,
+        webhooks.platform_router,
         fleet_router,
         users.router,
         users.login_router,
@@ -157,6 +184,10 @@ async def _open(
         raise ValueError(
             f"LORAPLEX_QUARANTINE_DIR: uploads cannot be kept there meanwhile ({error})"
         ) from error
+    redis = None
+    if redis_url is not None:
+        redis = DeadlineRedis(redis_url, RedisMetrics(metrics.registry))
+        stack.push_async_callback(redis.aclose)
     playground = Playground(sessions, client, settings.gateway_url, settings.key_pepper)
     stack.push_async_callback(playground.close)
     return ControlContext(
@@ -168,8 +199,26 @@ async def _open(
         playground=playground,
         passwords=passwords,
         metrics=metrics,
+        versions=Relay(sessions, version_topic(redis)),
         origins=frozenset({_origin(settings.console_url)}),
         trusted_proxies=parse_networks(settings.control_trusted_proxies),
+        oidc=_oidc(settings, client),
+        webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
+        webhook_rules=AddressRules(parse_trusted(settings.webhook_networks)),
+    )
+
+
+def _oidc(settings: ControlSettings, client: httpx.AsyncClient) -> OidcProvider | None:
+    if settings.oidc_issuer is None:
+        return None
+    if not is_secure(settings.oidc_issuer):
+        raise ValueError("LORAPLEX_OIDC_ISSUER: it must be an https URL.")
+    return OidcProvider(
+        settings.oidc_issuer,
+        settings.oidc_client_id or "",
+        settings.oidc_client_secret,
+        f"{(settings.control_public_url or '').rstrip('/')}{oidc_login.PATH}/callback",
+        client,
     )
 
 

@@ -16,6 +16,7 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.settings import ControlSettings
+from loraplex_platform.users.oidc import OidcProvider
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.visitor import Network
 from loraplex_platform.webhooks.addresses import AddressRules
@@ -37,6 +38,7 @@ class ControlContext:
     versions: Relay  # tells gateways of changed keys, tenants and limits
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
+    oidc: OidcProvider | None = None
     webhook_vault: Vault = field(default_factory=lambda: Vault(None))
     webhook_rules: AddressRules = field(default_factory=AddressRules)
 

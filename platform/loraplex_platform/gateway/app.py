@@ -114,6 +114,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         tasks = [
             asyncio.create_task(gateway.pumps.renew_forever(), name="lease renewer"),
             asyncio.create_task(_heartbeat(gateway), name="gateway heartbeat"),
+            asyncio.create_task(gateway.key_uses.flush_forever(database.sessions), name="key uses"),
             asyncio.create_task(gateway.refusals.run_forever(), name="refusal log"),
         ]
         if spool is not None:

@@ -69,7 +69,7 @@ from loraplex_platform.gateway.tokenization import too_long
 from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.ids import format_id
 from loraplex_platform.rates.admission import Claim
-from loraplex_platform.tenancy.authentication import Authenticated
+from loraplex_platform.tenancy.authentication import Authenticated, require_scope
 
 Parsed = TypeVar("Parsed")
 
@@ -87,6 +87,7 @@ async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
     """Answer a conversation with the model or adapter deployment named in `model`."""
+    require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await gateway.retries.begin(request, caller, "chat.completions", raw)
     if isinstance(retry, Response):
@@ -141,6 +142,7 @@ async def create_chat_completion(
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
     """Continue a raw prompt, given as text or as token ids."""
+    require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await gateway.retries.begin(request, caller, "completions", raw)
     if isinstance(retry, Response):
@@ -218,9 +220,18 @@ async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> que
             )
 
     model = await within(gateway.settings.database_deadline_s, find())
-    if model is None:
+    if model is None or not may_call(caller, model):
         raise unknown_model(name)
     return model
+
+
+def may_call(caller: Authenticated, model: queries.ServedModel) -> bool:
+    """Whether the key is granted this model; one that is not does not exist for it."""
+    return caller.grants is None or caller.grants.allows(
+        deployment_id=model.deployment_id,
+        base_model_id=model.base_model_id,
+        adapter_id=model.adapter_id,
+    )
 
 
 def unknown_model(name: str) -> ModelNotFoundError:
@@ -321,6 +332,7 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
     async def reload() -> Claim:
         # All that was decided by what we remembered of the caller is decided again.
         who = await find_caller(request, is_fresh=True)
+        require_scope(who, "inference")
         await _find_model(gateway, who, job.model.public_name)
         request.scope[RATES] = gate
         return await claim_of(who, is_fresh=True)

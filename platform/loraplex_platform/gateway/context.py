@@ -26,7 +26,8 @@ from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.tokenization import BaseTokenizer
 from loraplex_platform.quotas.refusal_log import RefusalLog
 from loraplex_platform.settings import GatewaySettings
-from loraplex_platform.tenancy.authentication import Authenticated
+from loraplex_platform.tenancy.authentication import Authenticated, require_address
+from loraplex_platform.tenancy.key_uses import KeyUses
 from loraplex_platform.users.visitor import Network, visitor_address
 
 
@@ -45,6 +46,7 @@ class Gateway:
     admissions: Admissions
     tokenizer: BaseTokenizer
     metrics: GatewayMetrics
+    key_uses: KeyUses = field(default_factory=KeyUses)
     is_draining: bool = field(default=False)
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For names the client
     failpoints: Failpoints = INERT
@@ -106,6 +108,8 @@ async def find_caller(request: Request, *, is_fresh: bool = False) -> Authentica
         raise gateway.draining_error()
     request.scope.pop(RATES, None)
     caller = await gateway.authenticate(request, is_fresh=is_fresh)
+    require_address(caller, gateway.address_of(request))
+    gateway.key_uses.note(caller.key_id)
     structlog.contextvars.bind_contextvars(tenant_id=str(caller.tenant_id))
     request.scope[RATES] = RateView(gateway.admissions, caller, request.scope[REQUEST_UUID])
     return caller

@@ -5,30 +5,35 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from loraplex_platform.gateway import openapi, queries
-from loraplex_platform.gateway.completions import unknown_model
+from loraplex_platform.gateway.completions import may_call, unknown_model
 from loraplex_platform.gateway.context import ConfirmedCaller, ThisGateway
 from loraplex_platform.gateway.openai_schemas import Model, ModelList, encode_json
+from loraplex_platform.tenancy.authentication import require_scope
 
 router = APIRouter(prefix="/v1", tags=["Models"])
 
 
 @router.get("/models", **openapi.MODEL_LIST)
 async def list_models(gateway: ThisGateway, caller: ConfirmedCaller) -> Response:
-    """The base model and the caller's deployments, in a stable order."""
+    """The base model and the caller's deployments, as far as the key may call them; in a stable order."""
+    require_scope(caller, "models.read")
     async with gateway.sessions() as session:
         models = await queries.list_models(session, caller.tenant_id, gateway.settings.base_model)
-    shown = {model.public_name: _shown(model) for model in models}  # a tenant's own name wins
+    # A tenant's own name wins, also where the key may not call what has it.
+    served = {model.public_name: model for model in models}
+    shown = {name: _shown(model) for name, model in served.items() if may_call(caller, model)}
     return _json(encode_json(ModelList(data=list(shown.values()))))
 
 
 @router.get("/models/{model_id:path}", **openapi.MODEL)
 async def get_model(model_id: str, gateway: ThisGateway, caller: ConfirmedCaller) -> Response:
     """One of them. Ids may hold slashes and colons."""
+    require_scope(caller, "models.read")
     async with gateway.sessions() as session:
         model = await queries.find_model(
             session, caller.tenant_id, gateway.settings.base_model, model_id
         )
-    if model is None:
+    if model is None or not may_call(caller, model):
         raise unknown_model(model_id)
     return _json(encode_json(_shown(model)))
 

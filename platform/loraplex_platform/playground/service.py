@@ -26,10 +26,9 @@ from pydantic import SecretStr
 from loraplex_platform.audit.service import SYSTEM, Actor
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import PlatformError, UnavailableError
-from loraplex_platform.ids import format_id
 from loraplex_platform.playground.schemas import PlaygroundRequest
-from loraplex_platform.tenancy import queries
-from loraplex_platform.tenancy import service as tenancy
+from loraplex_platform.tenancy import key_queries, key_service
+from loraplex_platform.tenancy.key_schemas import NewKey
 
 log = structlog.get_logger(__name__)
 
@@ -135,15 +134,14 @@ class Playground:
                 return held
             expires_at = now + KEY_LIFETIME
             async with self._sessions() as session:
-                if held is not None and await queries.prolong_key(
+                if held is not None and await key_queries.prolong_key(
                     session, tenant_id, held.key_id, expires_at
                 ):
                     await session.commit()
                     held = self._keys[tenant_id] = replace(held, expires_at=expires_at)
                     return held
-                made = await tenancy.create_key(
-                    session, actor, self._pepper, tenant_id, name=KEY_NAME, expires_at=expires_at
-                )
+                new = NewKey(name=KEY_NAME, expires_at=int(expires_at.timestamp()))
+                made = await key_service.create_key(session, actor, self._pepper, tenant_id, new)
                 key_id = made.key.id
                 await session.commit()
             held = self._keys[tenant_id] = _HeldKey(key_id, made.secret, expires_at)
@@ -155,8 +153,8 @@ class Playground:
         try:
             async with self._sessions.begin() as session:
                 for tenant_id, key in held.items():
-                    await tenancy.revoke_key(
-                        session, SYSTEM, tenant_id, format_id("api_key", key.key_id)
+                    await key_service.revoke_key(
+                        session, SYSTEM, tenant_id, key.key_id, reason="the control API stopped"
                     )
         except UnavailableError as error:
             log.warning("playground_keys_not_revoked", count=len(held), reason=error.message)

@@ -1,25 +1,32 @@
-"""SQL of tenants and keys. Every query of something a tenant owns takes the tenant's id."""
+"""SQL of tenants and projects. Every query of something a tenant owns takes the tenant's id."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, func, select, update
+from sqlalchemy import Select, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.db import ApiKey, Tenant
+from loraplex_platform.db import ApiKey, Project, Request, Tenant
 
 
 def all_tenants() -> Select[Tenant]:
-    """Every tenant."""
+    """Every tenant; of a member's transaction, theirs."""
     return select(Tenant)
 
 
 async def find_tenant(session: AsyncSession, tenant_id: UUID) -> Tenant | None:
     """By id."""
     return await session.get(Tenant, tenant_id)
+
+
+async def lock_tenant(session: AsyncSession, tenant_id: UUID) -> Tenant | None:
+    """By id, as it is now, and nobody else's to change until the transaction ends."""
+    statement = select(Tenant).where(Tenant.id == tenant_id).with_for_update(key_share=True)
+    return await session.scalar(statement, execution_options={"populate_existing": True})
 
 
 async def find_tenant_by_slug(session: AsyncSession, slug: str) -> Tenant | None:
@@ -31,47 +38,78 @@ async def insert_tenant(session: AsyncSession, tenant: Tenant) -> bool:
     """False if the slug is taken."""
     statement = (
         insert(Tenant)
-        .values(id=tenant.id, slug=tenant.slug, name=tenant.name)
+        .values(id=tenant.id, slug=tenant.slug, name=tenant.name, billing_tz=tenant.billing_tz)
         .on_conflict_do_nothing(index_elements=[Tenant.slug])
         .returning(Tenant.id)
     )
     return (await session.execute(statement)).first() is not None
 
 
-def keys_of(tenant_id: UUID) -> Select[ApiKey]:
-    """The tenant's keys."""
-    return select(ApiKey).where(ApiKey.tenant_id == tenant_id)
+async def update_tenant(session: AsyncSession, tenant_id: UUID, values: dict[str, Any]) -> None:
+    """Set columns, as a new version."""
+    statement = (
+        update(Tenant)
+        .where(Tenant.id == tenant_id)
+        .values(**values, row_version=Tenant.row_version + 1)
+    )
+    await session.execute(statement)
 
 
-async def find_key(session: AsyncSession, tenant_id: UUID, key_id: UUID) -> ApiKey | None:
+async def has_requests(session: AsyncSession, tenant_id: UUID) -> bool:
+    """Whether the tenant has ever asked for anything."""
+    statement = select(exists().where(Request.tenant_id == tenant_id))
+    return bool(await session.scalar(statement))
+
+
+async def now(session: AsyncSession) -> datetime:
+    """The database's time, which is the same for the whole transaction."""
+    return (await session.scalars(select(func.now()))).one()
+
+
+# ---------------------------------------------------------------------------- projects
+
+
+def projects_of(tenant_id: UUID) -> Select[Project]:
+    """The tenant's projects."""
+    return select(Project).where(Project.tenant_id == tenant_id)
+
+
+async def find_project(session: AsyncSession, tenant_id: UUID, project_id: UUID) -> Project | None:
     """By id, only if the tenant owns it."""
-    return await session.scalar(keys_of(tenant_id).where(ApiKey.id == key_id))
+    return await session.scalar(projects_of(tenant_id).where(Project.id == project_id))
 
 
-async def prolong_key(
-    session: AsyncSession, tenant_id: UUID, key_id: UUID, expires_at: datetime
+async def lock_project(session: AsyncSession, tenant_id: UUID, project_id: UUID) -> Project | None:
+    """The same, as it is now, and nobody else's to change until the transaction ends."""
+    statement = projects_of(tenant_id).where(Project.id == project_id)
+    statement = statement.with_for_update(key_share=True)
+    return await session.scalar(statement, execution_options={"populate_existing": True})
+
+
+async def share_project(session: AsyncSession, tenant_id: UUID, project_id: UUID) -> Project | None:
+    """The same, and not archived until the transaction ends; others may share it too."""
+    statement = projects_of(tenant_id).where(Project.id == project_id).with_for_update(read=True)
+    return await session.scalar(statement, execution_options={"populate_existing": True})
+
+
+async def is_name_taken(
+    session: AsyncSession, tenant_id: UUID, name: str, *, except_id: UUID | None = None
 ) -> bool:
-    """Move a live key's end; False if it is over or revoked."""
-    statement = (
-        update(ApiKey)
-        .where(
-            ApiKey.tenant_id == tenant_id,
-            ApiKey.id == key_id,
-            ApiKey.status == "active",
-            ApiKey.expires_at > func.now(),
-        )
-        .values(expires_at=expires_at, version=ApiKey.version + 1)
-        .returning(ApiKey.id)
+    """Whether another live project of the tenant has this name, whatever its capitals."""
+    statement = projects_of(tenant_id).where(
+        func.lower(Project.name) == func.lower(name), Project.archived_at.is_(None)
     )
-    return (await session.execute(statement)).first() is not None
+    if except_id is not None:
+        statement = statement.where(Project.id != except_id)
+    return bool(await session.scalar(select(statement.exists())))
 
 
-async def revoke_key(session: AsyncSession, tenant_id: UUID, key_id: UUID) -> bool:
-    """Revoke; False if there is no such active key. The version bump outdates every cached copy."""
-    statement = (
-        update(ApiKey)
-        .where(ApiKey.tenant_id == tenant_id, ApiKey.id == key_id, ApiKey.status == "active")
-        .values(status="revoked", revoked_at=func.now(), version=ApiKey.version + 1)
-        .returning(ApiKey.id)
+async def count_live_keys(session: AsyncSession, tenant_id: UUID, project_id: UUID) -> int:
+    """Keys of a project that may still be used."""
+    statement = select(func.count()).where(
+        ApiKey.tenant_id == tenant_id,
+        ApiKey.project_id == project_id,
+        ApiKey.status != "revoked",
+        or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
-    return (await session.execute(statement)).first() is not None
+    return int(await session.scalar(statement) or 0)

@@ -1,58 +1,80 @@
-"""Tenants and API keys on the wire."""
+"""Tenants and their projects on the wire."""
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime
+import zoneinfo
+from functools import cache
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, ConfigDict, Field
 
 from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSeconds
-from loraplex_platform.db import ApiKey, Tenant
+from loraplex_platform.db import Project, Tenant
 from loraplex_platform.ids import format_id
 
 SLUG_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
-_MAX_UNIX_S = 253_402_300_799  # the end of the year 9999, as far as Postgres and datetime agree
+MAX_NAME_CHARS = 200
+MAX_PROJECT_NAME_CHARS = 80
 
 
-def _in_future(unix_s: int) -> int:
-    if not time.time() < unix_s <= _MAX_UNIX_S:
-        raise ValueError("it must be a Unix time in seconds, in the future.")
-    return unix_s
+@cache
+def _time_zones() -> frozenset[str]:
+    return frozenset(zoneinfo.available_timezones())
+
+
+def _time_zone(name: str) -> str:
+    if name not in _time_zones():
+        raise ValueError("it must be an IANA time zone such as Europe/Berlin, or UTC.")
+    return name
+
+
+TimeZone = Annotated[
+    str,
+    Field(
+        max_length=64,
+        description="IANA name of the zone whose days and months limits and invoices follow.",
+        examples=["Europe/Berlin"],
+    ),
+    AfterValidator(_time_zone),
+]
+TenantName = Annotated[CleanText, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+ProjectName = Annotated[CleanText, Field(min_length=1, max_length=MAX_PROJECT_NAME_CHARS)]
 
 
 class NewTenant(Body):
     """A customer. The slug is its short name, and stays."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"slug": "acme", "name": "Acme Corp."}]}
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"slug": "acme", "name": "Acme Corp.", "billing_tz": "Europe/Berlin"}]
+        },
     )
 
     slug: str = Field(
         pattern=SLUG_PATTERN, description="Lower-case letters, digits and '-', at most 63."
     )
-    name: CleanText | None = Field(
-        default=None, min_length=1, max_length=200, description="The slug if not given."
-    )
+    name: TenantName | None = Field(default=None, description="The slug if not given.")
+    billing_tz: TimeZone = "UTC"
 
 
-class NewKey(Body):
-    """A data-plane key to make."""
+class TenantChanges(Body):
+    """What to change; what is not named stays."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"name": "production"}]}
+        extra="forbid", json_schema_extra={"examples": [{"name": "Acme Corporation"}]}
     )
 
-    name: CleanText = Field(min_length=1, max_length=80)
-    expires_at: Annotated[StrictInt, AfterValidator(_in_future)] | None = Field(
-        default=None, description="Unix seconds; never if not given."
+    # No default that a schema would show: a field that is not sent is not changed.
+    name: TenantName = Field(default_factory=str)
+    billing_tz: TimeZone = Field(
+        default_factory=str, description="Only before the tenant's first request."
     )
-
-    @property
-    def expires_at_time(self) -> datetime | None:
-        """`expires_at` as a time."""
-        return None if self.expires_at is None else datetime.fromtimestamp(self.expires_at, UTC)
+    replays_answers: bool = Field(
+        default_factory=bool,
+        description="Whether answers to requests with an Idempotency-Key are kept for a day, encrypted,"
+        " so that a retry gets the answer again. Turned off, what is kept is deleted.",
+    )
 
 
 class TenantResource(Resource):
@@ -67,6 +89,9 @@ class TenantResource(Resource):
                     "slug": "acme",
                     "name": "Acme Corp.",
                     "status": "active",
+                    "billing_tz": "Europe/Berlin",
+                    "replays_answers": False,
+                    "version": 1,
                     "created_at": 1764400000,
                 }
             ]
@@ -78,35 +103,40 @@ class TenantResource(Resource):
     slug: str
     name: str
     status: Literal["active", "suspended", "closed"]
+    billing_tz: str
+    replays_answers: bool
+    version: int = Field(description="Its ETag, for If-Match.")
     created_at: UnixSeconds
 
 
-KeyStatus = Literal["active", "revoked", "expired"]
+class NewProject(Body):
+    """A part of a tenant, with keys, limits and reports of its own."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"name": "chat assistant"}]}
+    )
+
+    name: ProjectName = Field(description="Unique in the tenant, whatever its capitals.")
 
 
-class KeyResource(Resource):
-    """An API key, without its secret: that is not stored anywhere."""
+class ProjectChanges(Body):
+    """What to change; what is not named stays."""
 
-    object: Literal["api_key"] = "api_key"
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"name": "chat"}]})
+
+    name: ProjectName = Field(default_factory=str)
+
+
+class ProjectResource(Resource):
+    """A project."""
+
+    object: Literal["project"] = "project"
     id: str
     tenant_id: str
     name: str
-    public_id: str
-    redacted: str = Field(examples=["lpx_sk_…9aZ3"])
-    status: KeyStatus
+    version: int = Field(description="Its ETag, for If-Match.")
     created_at: UnixSeconds
-    expires_at: UnixSeconds | None
-    revoked_at: UnixSeconds | None
-    last_used_at: UnixSeconds | None
-
-
-class KeyWithSecret(KeyResource):
-    """The answer to the creation of a key: the one time its secret is shown."""
-
-    secret: str | None = Field(
-        description="The whole key. It is shown this once; a replay under the same "
-        "Idempotency-Key has null here."
-    )
+    archived_at: UnixSeconds | None
 
 
 def show_tenant(tenant: Tenant) -> TenantResource:
@@ -116,24 +146,20 @@ def show_tenant(tenant: Tenant) -> TenantResource:
         slug=tenant.slug,
         name=tenant.name,
         status=tenant.status,  # type: ignore[arg-type]  # checked by the table
+        billing_tz=tenant.billing_tz,
+        replays_answers=tenant.replays_answers,
+        version=tenant.row_version,
         created_at=tenant.created_at,
     )
 
 
-def show_key(key: ApiKey) -> KeyResource:
-    """The key as the API shows it."""
-    status: KeyStatus = "revoked" if key.revoked_at is not None else "active"
-    if status == "active" and key.expires_at is not None and key.expires_at <= datetime.now(UTC):
-        status = "expired"
-    return KeyResource(
-        id=format_id("api_key", key.id),
-        tenant_id=format_id("tenant", key.tenant_id),
-        name=key.name,
-        public_id=key.public_id,
-        redacted=f"lpx_sk_…{key.last4}",
-        status=status,
-        created_at=key.created_at,
-        expires_at=key.expires_at,
-        revoked_at=key.revoked_at,
-        last_used_at=key.last_used_at,
+def show_project(project: Project) -> ProjectResource:
+    """The project as the API shows it."""
+    return ProjectResource(
+        id=format_id("project", project.id),
+        tenant_id=format_id("tenant", project.tenant_id),
+        name=project.name,
+        version=project.row_version,
+        created_at=project.created_at,
+        archived_at=project.archived_at,
     )

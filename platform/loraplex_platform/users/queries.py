@@ -10,6 +10,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import LoginThrottle, Membership, Session, Tenant, User
+from loraplex_platform.users.oidc import Identity
 
 
 def all_users() -> Select[User]:
@@ -27,6 +28,26 @@ async def find_user_by_email(session: AsyncSession, email: str) -> User | None:
     return await session.scalar(select(User).where(User.email == email))
 
 
+async def find_user_by_identity(session: AsyncSession, identity: Identity) -> User | None:
+    """By issuer and subject."""
+    return await session.scalar(
+        select(User).where(
+            User.oidc_issuer == identity.issuer, User.oidc_subject == identity.subject
+        )
+    )
+
+
+async def link_identity(session: AsyncSession, user_id: UUID, identity: Identity) -> bool:
+    """Tie an identity to a user who has none; False if they have one."""
+    statement = (
+        update(User)
+        .where(User.id == user_id, User.oidc_subject.is_(None))
+        .values(oidc_issuer=identity.issuer, oidc_subject=identity.subject)
+        .returning(User.id)
+    )
+    return (await session.execute(statement)).first() is not None
+
+
 async def get_user_by_email(session: AsyncSession, email: str) -> User:
     """By the e-mail of a user who is known to exist."""
     return (await session.scalars(select(User).where(User.email == email))).one()
@@ -41,6 +62,8 @@ async def insert_user(session: AsyncSession, user: User) -> bool:
             email=user.email,
             password_hash=user.password_hash,
             platform_role=user.platform_role,
+            oidc_issuer=user.oidc_issuer,
+            oidc_subject=user.oidc_subject,
         )
         .on_conflict_do_nothing(index_elements=[User.email])
         .returning(User.id)

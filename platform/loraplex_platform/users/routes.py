@@ -19,6 +19,7 @@ from loraplex_platform.users.schemas import (
     NewUser,
     SessionResource,
     UserResource,
+    show_session,
     show_user,
 )
 from loraplex_platform.users.visitor import visitor_address
@@ -63,7 +64,9 @@ async def create_session(
     check_origin(request, context)
     new = await attempt_login(request, context, body.email, body.password)
     set_session_cookie(response, context, new.token)
-    return SessionResource(user=show_user(new.login.user), expires_at=new.login.session.expires_at)
+    async with context.sessions() as session:
+        memberships = await service.memberships_of(session, new.login.user.id)
+    return show_session(new.login.user, new.login.session.expires_at, memberships)
 
 
 @sessions_router.get("/current")
@@ -73,7 +76,7 @@ async def get_session(principal: CurrentPrincipal, session: DbSession) -> Sessio
     if principal.user_id is None or principal.expires_at is None:
         raise NotFoundError("The admin key has no session; log in with e-mail and password.")
     user = await queries.get_user(session, principal.user_id)
-    return SessionResource(user=show_user(user), expires_at=principal.expires_at)
+    return show_session(user, principal.expires_at, principal.memberships)
 
 
 @sessions_router.delete("/current", status_code=204)
@@ -81,11 +84,20 @@ async def get_session(principal: CurrentPrincipal, session: DbSession) -> Sessio
 async def delete_session(
     principal: CurrentPrincipal, request: Request, response: Response, session: DbSession
 ) -> None:
-    """Log out; viewers may too."""
+    """Log out."""
     if principal.session_id is None:
         raise NotFoundError("The admin key has no session to end.")
     await service.log_out(session, request.state.actor, principal.session_id)
     clear_session_cookie(response)
+
+
+def address_of(request: Request, context: ControlContext) -> str:
+    """Where a request comes from, as far as our own proxies vouch for it."""
+    return visitor_address(
+        request.client.host if request.client else "unix",
+        request.headers.getlist("x-forwarded-for"),
+        context.trusted_proxies,
+    )
 
 
 async def attempt_login(
@@ -99,11 +111,7 @@ async def attempt_login(
             context.settings,
             email=email,
             password=password,
-            address=visitor_address(
-                request.client.host if request.client else "unix",
-                request.headers.getlist("x-forwarded-for"),
-                context.trusted_proxies,
-            ),
+            address=address_of(request, context),
             request_id=request.state.request_id,
         )
     except PlatformError as error:

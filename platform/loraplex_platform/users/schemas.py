@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Literal
+from uuid import UUID
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from loraplex_platform.control.permissions import TenantRole
 from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSeconds
 from loraplex_platform.db import User
 from loraplex_platform.ids import format_id
@@ -74,11 +78,19 @@ class UserResource(Resource):
     disabled_at: UnixSeconds | None = None
 
 
+class MembershipResource(Resource):
+    """What a user is in one tenant."""
+
+    tenant_id: str
+    role: TenantRole
+
+
 class SessionResource(Resource):
     """A console login."""
 
     object: Literal["session"] = "session"
     user: UserResource
+    memberships: list[MembershipResource] = Field(description="By tenant id.")
     expires_at: UnixSeconds
 
 
@@ -90,4 +102,20 @@ def show_user(user: User) -> UserResource:
         role=user.platform_role,  # type: ignore[arg-type]  # checked by the table
         created_at=user.created_at,
         disabled_at=user.disabled_at,
+    )
+
+
+def show_session(
+    user: User, expires_at: datetime, memberships: Mapping[UUID, TenantRole]
+) -> SessionResource:
+    """The login as the API shows it."""
+    return SessionResource(
+        user=show_user(user),
+        memberships=[
+            MembershipResource(
+                tenant_id=format_id("tenant", tenant_id), role=memberships[tenant_id]
+            )
+            for tenant_id in sorted(memberships)
+        ],
+        expires_at=expires_at,
     )

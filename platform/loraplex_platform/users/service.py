@@ -19,10 +19,12 @@ from loraplex_platform.errors import ConflictError, InvalidApiKeyError
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users import queries, throttle
+from loraplex_platform.users.oidc import Identity, OidcLoginError
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.schemas import NewUser
 
 _TOKEN_BYTES = 32
+_MAX_EMAIL_CHARS = 254
 
 
 class BadCredentialsError(InvalidApiKeyError):
@@ -99,6 +101,99 @@ async def log_in(
     if user is None or not is_right or user.disabled_at is not None:
         raise BadCredentialsError("E-mail or password is wrong.")
 
+    rehashed = None
+    if user.password_hash is not None and passwords.is_outdated(user.password_hash):
+        rehashed = await passwords.hash(password)
+    async with sessions() as session:
+        await throttle.forgive(session, email, address)
+        if rehashed is not None:
+            (await session.get_one(User, user.id)).password_hash = rehashed
+        new = _open_session(session, settings, user, request_id, method="password")
+        await session.commit()
+    return new
+
+
+async def log_in_as(
+    sessions: async_sessionmaker[AsyncSession],
+    settings: ControlSettings,
+    identity: Identity,
+    request_id: str,
+) -> NewLogin:
+    """Open a session for whoever a login provider says this is; a new person gets an account.
+
+    An account is found by issuer and subject alone. One that has the same e-mail but another identity, or
+    only a password, is somebody else until they tie the two together themselves (`link_identity`).
+
+    Raises:
+        OidcLoginError: the account is disabled, or the e-mail is taken or not verified.
+    """
+    async with sessions() as session:
+        user = await queries.find_user_by_identity(session, identity)
+        if user is None:
+            user = await _make_user_of(session, identity, request_id)
+        if user.disabled_at is not None:
+            raise OidcLoginError("This account is disabled. Ask the operator of this service.")
+        new = _open_session(session, settings, user, request_id, method="oidc")
+        await session.commit()
+    return new
+
+
+async def _make_user_of(session: AsyncSession, identity: Identity, request_id: str) -> User:
+    if identity.email is None or len(identity.email) > _MAX_EMAIL_CHARS:
+        raise OidcLoginError("Your login provider has not verified an e-mail address of yours.")
+    user = User(
+        id=uuid7(),
+        email=identity.email,
+        oidc_issuer=identity.issuer,
+        oidc_subject=identity.subject,
+    )
+    if not await queries.insert_user(session, user):
+        raise OidcLoginError(
+            "There is an account with your e-mail address already. Log in with its password, then "
+            "open /login/oidc?link to use this provider from then on."
+        )
+    user_id = format_id("user", user.id)
+    actor = Actor("user", user_id, request_id)
+    detail = {"email": identity.email, "role": None, "issuer": identity.issuer}
+    record(session, actor, "user.create", "user", user_id, detail=detail)
+    return await queries.get_user(session, user.id)
+
+
+async def link_identity(
+    sessions: async_sessionmaker[AsyncSession], user_id: UUID, identity: Identity, request_id: str
+) -> None:
+    """Have a user who is logged in also log in as this identity.
+
+    Raises:
+        OidcLoginError: they have another identity, or the identity another account.
+    """
+    async with sessions() as session:
+        holder = await queries.find_user_by_identity(session, identity)
+        if holder is None and await queries.link_identity(session, user_id, identity):
+            actor_id = format_id("user", user_id)
+            record(
+                session,
+                Actor("user", actor_id, request_id),
+                "user.link",
+                "user",
+                actor_id,
+                detail={"issuer": identity.issuer},
+            )
+            await session.commit()
+        elif holder is None or holder.id != user_id:
+            raise OidcLoginError(
+                "This account, or the one at your provider, is tied to another one already."
+            )
+
+
+def _open_session(
+    session: AsyncSession,
+    settings: ControlSettings,
+    user: User,
+    request_id: str,
+    *,
+    method: str,
+) -> NewLogin:
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     opened = Session(
         id=uuid7(),
@@ -106,22 +201,15 @@ async def log_in(
         token_mac=_mac(settings, token),
         expires_at=datetime.now(UTC) + timedelta(hours=settings.session_hours),
     )
-    rehashed = None
-    if user.password_hash is not None and passwords.is_outdated(user.password_hash):
-        rehashed = await passwords.hash(password)
-    async with sessions() as session:
-        await throttle.forgive(session, email, address)
-        session.add(opened)
-        if rehashed is not None:
-            (await session.get_one(User, user.id)).password_hash = rehashed
-        record(
-            session,
-            Actor("user", format_id("user", user.id), request_id),
-            "session.create",
-            "session",
-            format_id("session", opened.id),
-        )
-        await session.commit()
+    session.add(opened)
+    record(
+        session,
+        Actor("user", format_id("user", user.id), request_id),
+        "session.create",
+        "session",
+        format_id("session", opened.id),
+        detail={"method": method},
+    )
     return NewLogin(Login(opened, user), token)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import psycopg
 import pytest
 import structlog
-from psycopg import sql
 from structlog.testing import LogCapture
 
 from tests.platform.control.stand import ADMIN_KEY, PASSWORD, Stand, adapter
+from tests.support.everything_stored import database_texts, redis_texts
 from tests.support.metering import PEPPER
 
 CANARY = "canary-9f8e7d6c5b4a"
@@ -28,7 +27,11 @@ def captured_logs() -> Iterator[LogCapture]:
 
 
 async def test_secrets_stay_out_of_logs_database_and_audit(
-    stand: Stand, db_url: str, captured_logs: LogCapture, caplog: pytest.LogCaptureFixture
+    stand: Stand,
+    db_url: str,
+    redis_url: str,
+    captured_logs: LogCapture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tenant = await stand.tenant("acme")
     path = f"/admin/v1/tenants/{tenant['id']}"
@@ -36,8 +39,16 @@ async def test_secrets_stay_out_of_logs_database_and_audit(
     for headers in ({}, {"idempotency-key": "k"}):
         made = await stand.admin.post(f"{path}/keys", json={"name": "a"}, headers=headers)
         secrets.append(made.json()["secret"])
+    rotated = await stand.admin.post(f"{path}/keys/{made.json()['id']}/rotate", json={})
+    secrets.append(rotated.json()["secret"])
     client = await stand.login("admin")
     secrets.append(client.cookies["loraplex_session"])
+    invitation = {"email": "ada@example.com", "role": "viewer"}
+    invited = await stand.admin.post(f"{path}/invitations", json=invitation)
+    secrets.append(invited.json()["token"])
+    accepted = {"token": invited.json()["token"], "password": CANARY}
+    await client.post("/admin/v1/invitations/accept", json=accepted)
+    await stand.admin.patch(f"{path}/keys/{made.json()['id']}", json={CANARY: CANARY})
     await client.post("/admin/v1/sessions", json={"email": "x@y.z", "password": CANARY})
     await client.post("/login", data={"email": "admin@example.com", "password": CANARY})
     await stand.client(CANARY).get(f"/admin/v1/tenants?token={CANARY}")
@@ -49,11 +60,15 @@ async def test_secrets_stay_out_of_logs_database_and_audit(
 
     logged = json.dumps(captured_logs.entries, default=str) + caplog.text
     assert '"event": "request"' in logged  # the capture works
-    stored = "\n".join(_every_value(db_url))
+    stored = "\n".join(database_texts(db_url))
     assert "api_key.create" in stored
+    mirrored = "\n".join(redis_texts(redis_url))
+    assert stand.engine.replica_id in mirrored
+    measured = (await stand.admin.get("/metrics")).text
+    assert "loraplex" in measured
     for secret in secrets:
-        assert secret not in logged
-        assert secret not in stored
+        for place in (logged, stored, mirrored, measured):
+            assert secret not in place
 
 
 async def test_every_write_leaves_an_audit_row_with_actor_and_request(
@@ -91,13 +106,3 @@ async def test_every_write_leaves_an_audit_row_with_actor_and_request(
     for _, kind, actor_id, request_id in rows:
         assert (actor_id is None) == (kind == "admin_key")
         assert request_id.startswith("req_")
-
-
-def _every_value(db_url: str) -> Iterator[str]:
-    """Every column of every row of every table, as text."""
-    with psycopg.connect(db_url) as connection:
-        tables = connection.execute("select tablename from pg_tables where schemaname = 'public'")
-        for (table,) in tables.fetchall():
-            query: Any = sql.SQL("select t::text from {} t").format(sql.Identifier(table))
-            for (row,) in connection.execute(query):
-                yield row

@@ -1,0 +1,1 @@
+"""Who belongs to a tenant, as what, and how they come in."""

@@ -1,0 +1,352 @@
+"""Every route x every role x own and foreign ids, generated from the app; expectations from the table.
+
+`permissions.reach_of` says what each cell must answer, so a route that forgets to ask, or asks for
+something else than it declares, is found here. Afterwards the foreign tenant must not have changed by a
+byte, and none of its ids may have been in any answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import httpx
+import psycopg
+from fastapi.routing import APIRoute
+from loraplex_platform.control.permissions import (
+    ACTIONS,
+    TENANT_ROLES,
+    PlatformRole,
+    Refusal,
+    TenantRole,
+    reach_of,
+)
+from loraplex_platform.control.routing import AdminRoute, GuardedRoute, PublicRoute, StreamedRoute
+from loraplex_platform.ids import PREFIXES, format_id, uuid7
+from psycopg import sql
+
+from tests.platform.control.people import invite, log_in, member, user_id_of
+from tests.platform.control.stand import Stand
+
+# Public on purpose: what they ask for is in their bodies, and other tests look at that.
+PUBLIC = {
+    ("POST", "/admin/v1/sessions"),
+    ("POST", "/admin/v1/invitations/accept"),
+}
+# What ends somebody comes after everything that needs them, in this order.
+LAST = ("tenant.suspend", "tenant.delete", "session.end")
+# Down here on purpose; a refusal by role never comes as one of these.
+MAY_BE_DOWN = {"gateway_unavailable"}
+
+BODIES: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "/admin/v1/tenants"): {"json": {"slug": "made-by-{n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}"): {"json": {"name": "by {n}"}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/keys"): {"json": {"name": "by {n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/keys/{key_id}"): {"json": {"name": "by {n}"}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/keys/{key_id}/rotate"): {"json": {}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/projects"): {"json": {"name": "by {n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/projects/{project_id}"): {"json": {"name": "by {n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/members/{user_id}"): {"json": {"role": "viewer"}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/invitations"): {
+        "json": {"email": "by-{n}@example.com", "role": "viewer"}
+    },
+    ("PUT", "/admin/v1/tenants/{tenant_id}/deployments/{name}"): {"json": {"version_id": None}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/playground"): {
+        "json": {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    },
+    ("POST", "/admin/v1/users"): {
+        "json": {"email": "by-{n}@example.org", "password": "long enough pw", "role": "viewer"}
+    },
+    ("GET", "/admin/v1/usage"): {"params": {"start_time": 0}},
+}
+
+
+@dataclass(slots=True)
+class Side:
+    """A tenant and ids of things that are its own, by the names that paths give them."""
+
+    tenant_id: str
+    ids: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def secrets(self) -> list[str]:
+        """What nobody of another tenant may ever read."""
+        return [self.tenant_id, *(i for name, i in self.ids.items() if name != "name")]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who calls, and what they are."""
+
+    who: str
+    client: httpx.AsyncClient
+    platform_role: PlatformRole | None = None
+    memberships: dict[UUID, TenantRole] = field(default_factory=dict)
+    is_known: bool = True
+
+
+def guarded_routes(stand: Stand) -> list[GuardedRoute]:
+    """Every route below /admin/v1 that asks for an action, harmless ones first."""
+    routes = [route for route in _routes(stand) if isinstance(route, GuardedRoute)]
+    order = {"GET": 0, "PUT": 1, "POST": 1, "PATCH": 1, "DELETE": 2}
+
+    def place(route: GuardedRoute) -> tuple[int, int]:
+        last = LAST.index(route.action.name) + 1 if route.action.name in LAST else 0
+        return last, order[_method(route)]
+
+    return sorted(routes, key=place)
+
+
+async def make_side(stand: Stand, slug: str) -> Side:
+    """A tenant with one of everything."""
+    tenant_id = (await stand.tenant(slug))["id"]
+    path = f"/admin/v1/tenants/{tenant_id}"
+    side = Side(tenant_id)
+
+    async def made(where: str, body: dict[str, Any]) -> str:
+        answer = await stand.admin.post(f"{path}/{where}", json=body)
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    version_id = await stand.version(tenant_id, f"{slug}-adapter", seed=len(slug))
+    deployed = await stand.admin.put(
+        f"{path}/deployments/{slug}-model", json={"version_id": version_id}
+    )
+    assert deployed.status_code == 200, deployed.text
+    adapters = (await stand.admin.get(f"{path}/adapters")).json()["data"]
+    spare = await member(stand, tenant_id, "viewer", f"spare@{slug}.example")
+    side.ids = {
+        "key_id": await made("keys", {"name": f"{slug} key"}),
+        "project_id": await made("projects", {"name": f"{slug} project"}),
+        "adapter_id": adapters[0]["id"],
+        "name": f"{slug}-model",
+        "user_id": await user_id_of(spare),
+        "invitation_id": (await invite(stand, tenant_id, f"late@{slug}.example", "viewer"))["id"],
+        "request_id": await _add_request(stand, tenant_id),
+    }
+    return side
+
+
+async def test_every_route_answers_every_role_as_the_table_says(stand: Stand, db_url: str) -> None:
+    mine, theirs = await make_side(stand, "acme"), await make_side(stand, "globex")
+    my_uuid = UUID(hex=mine.tenant_id.removeprefix("ten_"))
+    their_uuid = UUID(hex=theirs.tenant_id.removeprefix("ten_"))
+    await stand.login("viewer", "viewer@platform.example")
+    await stand.login("admin", "admin@platform.example")
+    # Members are let in by the operator, so that the owners are not alone.
+    for role in TENANT_ROLES:
+        await member(stand, mine.tenant_id, role, f"{role}@acme.example")
+    await member(stand, theirs.tenant_id, "owner", "owner@globex.example")
+    leaver = await member(stand, mine.tenant_id, "viewer", "nobody@example.com")
+    leaver_path = f"/admin/v1/tenants/{mine.tenant_id}/members/{await user_id_of(leaver)}"
+    assert (await stand.admin.delete(leaver_path)).status_code == 204
+
+    async def callers() -> list[Caller]:
+        return [
+            Caller("anonymous", stand.client(None), is_known=False),
+            Caller("tenant's key", stand.client("lpx_sk_x"), is_known=False),
+            Caller("nobody", await log_in(stand, "nobody@example.com")),
+            Caller(
+                "foreign owner",
+                await log_in(stand, "owner@globex.example"),
+                memberships={their_uuid: "owner"},
+            ),
+            *[
+                Caller(role, await log_in(stand, f"{role}@acme.example"), None, {my_uuid: role})
+                for role in TENANT_ROLES[::-1]
+            ],
+            Caller("platform viewer", await log_in(stand, "viewer@platform.example"), "viewer"),
+            Caller("platform admin", await log_in(stand, "admin@platform.example"), "admin"),
+            Caller("admin key", stand.admin, "admin"),
+        ]
+
+    everybody = await callers()
+    before = dump_of(db_url, their_uuid)
+    routes = guarded_routes(stand)
+    num_cells = 0
+    wrong: list[str] = []
+    for route in routes:
+        for caller in everybody:
+            # Whoever reaches every tenant tries the first only, so that the other one stays as it is.
+            is_everywhere = caller.platform_role is not None
+            sides = [mine] if is_everywhere or not _names_an_id(route) else [theirs, mine]
+            if caller.who == "foreign owner":
+                sides = [mine]
+            for side in sides:
+                num_cells += 1
+                answer = await call(caller.client, route, side, num_cells)
+                expected = expectation(route, caller, side)
+                if not matches(answer, expected):
+                    place = "own" if side is mine else "foreign"
+                    wrong.append(
+                        f"{_method(route)} {route.path} by {caller.who} ({place}): expected "
+                        f"{expected}, got {answer.status_code} {answer.text[:200]}"
+                    )
+                if caller.who not in (
+                    "foreign owner",
+                    "platform viewer",
+                    "platform admin",
+                    "admin key",
+                ):
+                    leaked = [secret for secret in theirs.secrets if secret in answer.text]
+                    asked = str(answer.request.url)
+                    wrong += [
+                        f"{route.path} shows {secret} to {caller.who}"
+                        for secret in leaked
+                        if secret not in asked
+                    ]
+
+    assert not wrong, "\n".join(wrong)
+    assert dump_of(db_url, their_uuid) == before
+    print(f"\nroute x role x tenant: {num_cells} cells over {len(routes)} routes, all as expected")
+    assert num_cells > 15 * len(routes)
+
+
+def expectation(route: GuardedRoute, caller: Caller, side: Side) -> str:
+    """What the table says: 401, 403, 404 or allowed."""
+    if not caller.is_known:
+        return "401"
+    tenant_id = UUID(hex=side.tenant_id.removeprefix("ten_"))
+    named = tenant_id if "{tenant_id}" in route.path else None
+    reach = reach_of(route.action, caller.platform_role, caller.memberships, named)
+    if reach is Refusal.FORBIDDEN:
+        return "403"
+    if reach is Refusal.UNKNOWN:
+        return "404"
+    assert not isinstance(reach, Refusal)
+    is_foreign = reach.tenant_ids is not None and tenant_id not in reach.tenant_ids
+    return "404" if is_foreign and _names_a_foreign_thing(route, side) else "allowed"
+
+
+def matches(answer: httpx.Response, expected: str) -> bool:
+    if answer.status_code >= 500:
+        code = answer.json()["error"]["code"]
+        return expected == "allowed" and answer.status_code == 503 and code in MAY_BE_DOWN
+    if expected == "allowed":
+        # It may still be wrong, gone or impossible: but nobody said that the role does not allow it.
+        return answer.status_code not in (401, 403)
+    return answer.status_code == int(expected)
+
+
+async def call(
+    client: httpx.AsyncClient, route: GuardedRoute, side: Side, number: int
+) -> httpx.Response:
+    method = _method(route)
+    options = _numbered(BODIES.get((method, route.path), {}), number)
+    if not options and method in ("POST", "PUT", "PATCH"):
+        options = {"json": {}}
+    return await client.request(method, filled(route.path, side), **options)
+
+
+def filled(path: str, side: Side) -> str:
+    """The path with the side's ids, and made-up ones where it has none."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1].partition(":")[0]
+        if name == "tenant_id":
+            return side.tenant_id
+        if name == "digest":
+            return "sha256:" + "0" * 64
+        kind = name.removesuffix("_id")
+        made_up = format_id(kind, uuid7()) if kind in PREFIXES else "made-up"
+        return side.ids.get(name, made_up)
+
+    return re.sub(r"{([\w:]+)}", value, path)
+
+
+def test_every_route_of_the_control_api_declares_what_it_asks_for(stand: Stand) -> None:
+    guarded, public, pages = set(), set(), set()
+    for route in _routes(stand):
+        place = (_method(route), route.path)
+        if isinstance(route, GuardedRoute):
+            assert isinstance(route, AdminRoute | StreamedRoute)
+            assert route.path.startswith("/admin/v1"), place
+            assert ACTIONS[route.action.name] is route.action
+            # A read changes nothing, so a platform viewer may do it; a change is no read.
+            is_change = _method(route) in ("PUT", "PATCH", "DELETE")
+            assert not (is_change and route.action.is_read), place
+            guarded.add(place)
+        elif isinstance(route, PublicRoute):
+            public.add(place)
+        else:
+            pages.add(place)
+
+    assert public == PUBLIC
+    assert not any(path.startswith("/admin") for _, path in pages)
+    assert len(guarded) >= 40
+
+
+def test_every_action_of_the_table_is_asked_for_by_some_route(stand: Stand) -> None:
+    used = {route.action.name for route in guarded_routes(stand)}
+
+    # Not a route of /admin/v1: /metrics asks for it where it is not asked from this machine.
+    assert set(ACTIONS) - used == {"metrics.read"}
+
+
+def dump_of(db_url: str, tenant_id: UUID) -> dict[str, list[str]]:
+    """Every row that is the tenant's."""
+    found: dict[str, list[str]] = {}
+    with psycopg.connect(db_url) as connection:
+        tables = connection.execute(
+            "select c.relname from pg_class c join pg_attribute a on a.attrelid = c.oid "
+            "and a.attname = 'tenant_id' where c.relnamespace = 'public'::regnamespace "
+            "and c.relkind in ('r', 'p') and not c.relispartition"
+        ).fetchall()
+        for (table,) in [*tables, ("tenants",)]:
+            column = "id" if table == "tenants" else "tenant_id"
+            query = sql.SQL("select t::text from {} t where {} = %s order by 1")
+            rows = connection.execute(
+                query.format(sql.Identifier(table), sql.Identifier(column)), [tenant_id]
+            )
+            found[table] = [row[0] for row in rows]
+    return found
+
+
+def _routes(stand: Stand) -> list[APIRoute]:
+    included = [getattr(route, "original_router", None) for route in stand.app.routes]
+    found = [route for router in included if router is not None for route in router.routes]
+    return [route for route in found if isinstance(route, APIRoute)]
+
+
+def _method(route: APIRoute) -> str:
+    [method] = set(route.methods) - {"HEAD"}
+    return method
+
+
+def _names_an_id(route: APIRoute) -> bool:
+    return "{" in route.path and "{digest}" not in route.path
+
+
+def _names_a_foreign_thing(route: APIRoute, side: Side) -> bool:
+    """Whether the path names something that exists and is the tenant's, without naming the tenant."""
+    names = set(re.findall(r"{(\w+)", route.path))
+    return bool(names & set(side.ids)) and "{tenant_id}" not in route.path
+
+
+def _numbered(options: dict[str, Any], number: int) -> dict[str, Any]:
+    """The body with every {n} replaced, so that names are new in every cell."""
+    return {
+        kind: {
+            name: value.replace("{n}", str(number)) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
+        for kind, fields in options.items()
+    }
+
+
+async def _add_request(stand: Stand, tenant_id: str) -> str:
+    from tests.support.metering import run_sql
+
+    request_id = uuid7()
+    await run_sql(
+        stand.db,
+        "insert into requests (id, tenant_id, price_book_id, endpoint, model, is_stream, owner,"
+        " lease_until, est_prompt_tokens, est_completion_tokens, est_pico, state, settled_at)"
+        " select :id, :tenant, b.id, 'chat.completions', 'm', false, 'o', now(), 1, 1, 1, 'voided',"
+        " now() from price_books b limit 1",
+        id=request_id,
+        tenant=UUID(hex=tenant_id.removeprefix("ten_")),
+    )
+    return format_id("request", request_id)
