@@ -1,0 +1,3 @@
+from tests.platform.control.conftest import stand
+
+__all__ = ["stand"]
