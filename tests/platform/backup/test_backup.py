@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,10 @@ from loraplex_platform.backup.errors import BackupError
 from loraplex_platform.backup.make import make_backup
 from loraplex_platform.backup.manifest import Manifest
 from loraplex_platform.backup.restore import restore_backup
-from loraplex_platform.cli import app
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.gateway.app import open_gateway
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
-from typer.testing import CliRunner
 
 from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import (
@@ -131,7 +130,7 @@ async def test_a_backup_under_load_restores_adds_up_and_serves(
     assert made.counts["requests"] >= before
     assert made.adapters == DIGESTS
     assert made.missing_adapters == []
-    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
+    _check_with_sha256sum(folder)
 
     with postgres_server.empty() as url:
         store = world.folder / "restored-store"
@@ -148,6 +147,10 @@ async def test_a_backup_under_load_restores_adds_up_and_serves(
                 source = AdapterStore.folder_in(world.folder / "store" / "adapters", digest) / name
                 assert path.read_bytes() == source.read_bytes()
         await _answers(url, redis_url, world)
+
+
+def _check_with_sha256sum(folder: Path) -> None:
+    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=folder, check=True)
 
 
 async def _answers(url: str, redis_url: str, world: World) -> None:
@@ -327,11 +330,16 @@ async def test_the_command_line_saves_a_fleet_and_builds_a_new_data_directory(
     kept = json.loads((source / "secrets.json").read_text())
     write_private(source / "secrets.json", kept | SECRETS)
 
-    async def run(*arguments: str, **env: str) -> Any:
-        clean = {name: "" for name in os.environ if name.startswith("LORAPLEX_")}
-        return await asyncio.to_thread(
-            CliRunner().invoke, app, list(arguments), env=clean | env, catch_exceptions=False
+    async def run(*arguments: str, **env: str) -> tuple[int | None, str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loraplex_platform.cli", *arguments),
+            env=clean | env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
         )
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
 
     to = short_tmp_path / "b"
     saved = await run(
@@ -339,20 +347,20 @@ async def test_the_command_line_saves_a_fleet_and_builds_a_new_data_directory(
         *("--data-dir", str(source), "--include-secrets"),
         LORAPLEX_DATABASE_URL=world.url,
     )
-    assert saved.exit_code == 0, saved.output
-    assert "saved 1 tenants" in saved.stdout
+    assert saved[0] == 0, saved
+    assert "saved 1 tenants" in saved[1]
 
     new = short_tmp_path / "new"
     restored = await run("restore", str(to), "--data-dir", str(new))
-    assert restored.exit_code == 0, restored.output
-    assert "restored 1 tenants" in restored.stdout
+    assert restored[0] == 0, restored
+    assert "restored 1 tenants" in restored[1]
     assert json.loads((new / "secrets.json").read_text()) == kept | SECRETS
     assert (new / "postgres" / "cluster").is_dir()
     assert manifest.read(to).adapters == DIGESTS
     assert AdapterStore((new / "store").as_uri()).has(DIGESTS[0])
     again = await run("restore", str(to), "--data-dir", str(new))
-    assert again.exit_code == 1
-    assert "has a database already" in again.output
+    assert again[0] == 1
+    assert "has a database already" in again[1]
     nowhere = await run("backup", "--to", str(short_tmp_path / "c"), "--data-dir", str(new))
-    assert nowhere.exit_code == 1
-    assert "loraplex up" in nowhere.output
+    assert nowhere[0] == 1
+    assert "loraplex up" in nowhere[1]
