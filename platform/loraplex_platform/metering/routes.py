@@ -12,6 +12,7 @@ from fastapi import Depends, Query, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
+from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
 from loraplex_platform.control.permissions import Reach, requires
@@ -23,7 +24,7 @@ from loraplex_platform.errors import InvalidRequestError, NotFoundError
 from loraplex_platform.ids import PREFIXES, MalformedIdError, parse_id
 from loraplex_platform.metering import request_log
 from loraplex_platform.metering.csv_export import to_csv
-from loraplex_platform.metering.invariant_runs import find_last, report_of
+from loraplex_platform.metering.invariant_runs import check_and_keep, find_last, report_of
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.schemas import (
     InvariantsResource,
@@ -236,3 +237,15 @@ async def get_invariants(
     if last is None:
         raise NotFoundError("No check was kept yet; the worker makes one every hour.")
     return show_invariants(report_of(last), last)
+
+
+@router.post("/invariants", status_code=201)
+@requires("invariant.write")
+async def check_invariants_now(
+    request: HttpRequest, context: Context, session: DbSession
+) -> InvariantsResource:
+    """Check all of the books, and keep what was found as the last run."""
+    actor: Actor = request.state.actor
+    record(session, actor, "invariants.check", "books", None)
+    report = await check_and_keep(context.sessions, actor.id or actor.kind)
+    return show_invariants(report, await find_last(session))
