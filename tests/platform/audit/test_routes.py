@@ -15,9 +15,9 @@ from loraplex_platform.audit import routes
 from loraplex_platform.audit.service import SYSTEM, Actor, record
 from loraplex_platform.cli import app
 from loraplex_platform.ids import parse_id
-from sqlalchemy import text
 from typer.testing import CliRunner
 
+from tests.platform.control.people import member
 from tests.platform.control.stand import ADMIN_KEY, PASSWORD, Stand, error_of
 from tests.platform.gateway.stand import eventually
 
@@ -101,35 +101,11 @@ async def test_an_export_opens_as_data(stand: Stand, monkeypatch: pytest.MonkeyP
     assert error_of(too_many, 400, "invalid_request")["param"] == "format"
 
 
-async def member_of(stand: Stand, tenant: dict[str, Any], role: str) -> Any:
-    """A logged-in person with a role in one tenant and none on the platform."""
-    client = await stand.login("viewer", email=f"{role}@{tenant['slug']}.test")
-    async with stand.db.transaction() as session:
-        await session.execute(
-            text(
-                "insert into memberships (tenant_id, user_id, role)"
-                " select :tenant, id, :role from users where email = :email"
-            ),
-            {
-                "tenant": parse_id("tenant", tenant["id"]),
-                "role": role,
-                "email": f"{role}@{tenant['slug']}.test",
-            },
-        )
-        await session.execute(
-            text("update users set platform_role = null where email = :email"),
-            {"email": f"{role}@{tenant['slug']}.test"},
-        )
-    return client
-
-
 async def test_a_tenants_owner_sees_their_own_and_developers_nothing(stand: Stand) -> None:
     acme, beta = await stand.tenant("acme"), await stand.tenant("beta")
     await write(stand, beta, "secret.thing")
-    owner, developer = (
-        await member_of(stand, acme, "owner"),
-        await member_of(stand, acme, "developer"),
-    )
+    owner = await member(stand, acme["id"], "owner", "owner@acme.test")
+    developer = await member(stand, acme["id"], "developer", "developer@acme.test")
 
     seen = (await owner.get(PATH)).json()["data"]
     chains = (await owner.get(f"{PATH}/chains")).json()["data"]
