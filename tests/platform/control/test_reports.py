@@ -41,9 +41,11 @@ async def test_usage_is_grouped_and_priced_exactly(stand: Stand) -> None:
     report = (await stand.admin.get("/admin/v1/usage", params=params)).json()
 
     assert report["object"] == "list"
+    assert (report["currency"], report["time_zone"]) == ("USD", None)
+    assert abs(report["final_until"] - time.time()) < 60
     rows = {row["tenant"]: row for row in report["data"]}
     assert set(rows["acme"]) == {
-        "start_time", "end_time", "tenant_id", "tenant", "requests", "prompt_tokens",
+        "start_time", "end_time", "date", "tenant_id", "tenant", "requests", "prompt_tokens",
         "cached_tokens", "completion_tokens", "absorbed_tokens", "cost_usd",
     }  # fmt: skip
     assert rows["acme"]["tenant_id"] == format_id("tenant", acme.tenant_id)

@@ -2,40 +2,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import pytest
 from loraplex_platform.errors import InvalidRequestError
-from loraplex_platform.ids import uuid7
-from loraplex_platform.metering import queries, service
-from loraplex_platform.metering.usage import UsageQuery, UsageRow, report_usage
+from loraplex_platform.metering import service
+from loraplex_platform.metering.usage import UsageFilter, UsageQuery, UsageRow, report_usage
 
-from tests.support.metering import Customer, add_customer, reservation, run_sql, settlement
+from tests.support.billing import add_model, add_usage
+from tests.support.metering import add_customer, reservation
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
 
 START = datetime(2026, 3, 14, 9, 26, 0, tzinfo=UTC)
-
-
-async def settled_at(
-    db: Database,
-    customer: Customer,
-    at: datetime,
-    *,
-    usage: dict[str, Any] | None = None,
-    **changes: Any,
-) -> UUID:
-    """A request admitted at `at`: its id says so too."""
-    wanted = reservation(customer, request_id=uuid7(int(at.timestamp() * 1000)), **changes)
-    with pytest.MonkeyPatch.context() as patch:  # an old id is not admitted now
-        patch.setattr(queries, "MAX_CLOCK_SKEW_S", 1e10)
-        await service.reserve(db.sessions, wanted)
-    await service.settle(db.sessions, settlement(wanted.request_id, **(usage or {})))
-    await run_sql(
-        db, "update requests set admitted_at = :at where id = :id", at=at, id=wanted.request_id
-    )
-    return wanted.request_id
 
 
 async def report(db: Database, **changes: Any) -> list[UsageRow]:
@@ -46,11 +25,11 @@ async def report(db: Database, **changes: Any) -> list[UsageRow]:
     return page.rows
 
 
-async def test_a_report_sums_billed_tokens_and_exact_cost(db: Database) -> None:
+async def test_a_report_sums_billed_tokens_and_exact_cost(db: Database, db_url: str) -> None:
     acme = await add_customer(db, "acme")
-    await settled_at(db, acme, START, usage={"usage_cached_tokens": 4})
-    await settled_at(db, acme, START + timedelta(minutes=1), adapter_version_id=uuid7())
-    await settled_at(db, acme, START, usage={"usage_outcome": "fault"})
+    add_usage(db_url, acme, START, cached=4)
+    add_usage(db_url, acme, START + timedelta(minutes=1), model=add_model(db_url, acme))
+    add_usage(db_url, acme, START, account="absorbed")
 
     [row] = await report(db)
 
@@ -65,9 +44,9 @@ async def test_a_report_sums_billed_tokens_and_exact_cost(db: Database) -> None:
     assert (row.tenant_id, row.tenant, row.key_id, row.model) == (None, None, None, None)
 
 
-async def test_what_is_open_void_or_a_probe_is_in_no_report(db: Database) -> None:
+async def test_what_is_open_void_or_a_probe_is_in_no_report(db: Database, db_url: str) -> None:
     acme = await add_customer(db)
-    await settled_at(db, acme, START, kind="probe", key_id=None)
+    add_usage(db_url, acme, START, kind="probe", account="absorbed")
     pending, void = reservation(acme), reservation(acme)
     for wanted in (pending, void):
         await service.reserve(db.sessions, wanted)
@@ -86,11 +65,11 @@ async def test_what_is_open_void_or_a_probe_is_in_no_report(db: Database) -> Non
     ],
 )
 async def test_buckets_are_utc_minutes_hours_and_days(
-    db: Database, width: str, expected: list[datetime]
+    db: Database, db_url: str, width: str, expected: list[datetime]
 ) -> None:
     acme = await add_customer(db)
     for shift in (timedelta(seconds=1), timedelta(seconds=61), timedelta(days=1)):
-        await settled_at(db, acme, START + shift)
+        add_usage(db_url, acme, START + shift)
 
     rows = await report(db, bucket_width=width)
 
@@ -98,44 +77,42 @@ async def test_buckets_are_utc_minutes_hours_and_days(
     assert sum(row.requests for row in rows) == 3
 
 
-async def test_the_range_is_half_open(db: Database) -> None:
+async def test_the_range_is_half_open(db: Database, db_url: str) -> None:
     acme = await add_customer(db)
-    await settled_at(db, acme, START)
-    await settled_at(db, acme, START + timedelta(hours=1))
+    add_usage(db_url, acme, START)
+    add_usage(db_url, acme, START + timedelta(hours=1))
 
     rows = await report(db, start=START, end=START + timedelta(hours=1), bucket_width="1m")
 
     assert [row.start for row in rows] == [START]
 
 
-async def test_groups_and_the_tenant_filter(db: Database) -> None:
+async def test_groups_and_the_tenant_filter(db: Database, db_url: str) -> None:
     acme, globex = await add_customer(db, "acme"), await add_customer(db, "globex")
-    version = uuid7()
-    await settled_at(db, acme, START, model="pirate", adapter_version_id=version)
-    await settled_at(db, acme, START)
-    await settled_at(db, globex, START)
+    pirate = add_model(db_url, acme, "pirate")
+    add_usage(db_url, acme, START, model=pirate)
+    add_usage(db_url, acme, START)
+    add_usage(db_url, globex, START)
 
     by_tenant = await report(db, group_by=("tenant_id",))
     everything = await report(db, group_by=("tenant_id", "key_id", "model", "adapter_version_id"))
-    only_acme = await report(db, group_by=("model",), tenant_id=acme.tenant_id)
+    only_acme = await report(db, group_by=("model",), only=UsageFilter(tenant_id=acme.tenant_id))
 
     assert {row.tenant: row.requests for row in by_tenant} == {"acme": 2, "globex": 1}
     assert {
         (row.tenant_id, row.key_id, row.model, row.adapter_version_id) for row in everything
     } == {
-        (acme.tenant_id, acme.key_id, "pirate", version),
+        (acme.tenant_id, acme.key_id, "pirate", pirate.adapter_version_id),
         (acme.tenant_id, acme.key_id, "smollm2-135m", None),
         (globex.tenant_id, globex.key_id, "smollm2-135m", None),
     }
     assert {row.model: row.requests for row in only_acme} == {"pirate": 1, "smollm2-135m": 1}
 
 
-async def test_pages_cover_every_row_once(db: Database) -> None:
+async def test_pages_cover_every_row_once(db: Database, db_url: str) -> None:
     acme = await add_customer(db)
     for number in range(7):
-        await settled_at(
-            db, acme, START + timedelta(hours=number // 2), model=f"model-{number % 2}"
-        )
+        add_usage(db_url, acme, START + timedelta(hours=number // 2), model=f"model-{number % 2}")
     found: list[tuple[datetime, str | None]] = []
     page = None
 
