@@ -6,6 +6,7 @@ Built once in each `main` and passed down. A missing or weak secret stops the st
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -35,6 +36,13 @@ def with_login(url: str, user: str, password: str | None = None) -> str:
     login = quote(user, safe="") + ("" if password is None else ":" + quote(password, safe=""))
     netloc = f"{login}@{parts.netloc.rpartition('@')[2]}"
     return urlunsplit(parts._replace(netloc=netloc, query=query))
+
+
+def _networks(text: str) -> str:
+    for part in text.split(","):
+        if part.strip():
+            ipaddress.ip_network(part.strip(), strict=False)  # raises what names the part
+    return text
 
 
 ToolFormatName = Literal["auto", "hermes", "llama", "mistral"]
@@ -106,7 +114,7 @@ class WebhookSettings(_Settings):
     webhook_old_key: Secret | None = None
     # Networks of one's own that webhooks may reach, also by http: comma-separated. By default only the
     # public internet can be reached.
-    webhook_networks: str = ""
+    webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
 
 
 class GatewaySettings(DatabaseSettings, ModelSettings):
@@ -189,7 +197,6 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
     validation_timeout_s: float = 60.0
     validation_memory_bytes: int = 2 * 1024**3
     curve_secret_key_file: Path | None = None
-
 
     @model_validator(mode="after")
     def _check_oidc(self) -> Self:

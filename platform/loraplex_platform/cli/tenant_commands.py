@@ -137,6 +137,41 @@ def activate(
     typer.echo(f"activated {found['slug']}")
 
 
+@app.command()
+def delete(
+    tenant: TenantArgument,
+    confirm: Annotated[
+        str | None,
+        typer.Option(show_default="asked for", help="The tenant's slug, to mean it."),
+    ] = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Delete a tenant and everything that is its own, for good.
+
+    Keys, people, names, webhooks, stored answers and adapter files go.
+    Ledger, invoices and audit log stay, as law wants them.
+
+    Example:
+
+      loraplex tenants delete acme --confirm acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.tenant(tenant)
+        if confirm is None:
+            confirm = typer.prompt(f"Type {found['slug']} to delete it for good", err=True)
+        report = admin.delete_tenant(found["id"], confirm)
+    if as_json:
+        print_json(report)
+        return
+    for kind, count in report["removed"].items():
+        typer.echo(f"removed  {count} {kind}")
+    typer.echo(f"removed  {report['adapter_files']} adapter_files")
+    for reason in report["kept"]:
+        typer.echo(f"kept     {reason}")
+
+
 # ---------------------------------------------------------------------------- projects
 
 
