@@ -122,6 +122,17 @@ async def test_the_route_shows_the_last_kept_check(stand: Stand) -> None:
     assert last["checked_at"] == with_last["last_run"]["checked_at"]
 
 
+async def test_i3_a_reservation_that_nobody_settles(db: Database, db_url: str) -> None:
+    await service.reserve(db.sessions, reservation(await add_customer(db)))
+    assert (await check_invariants(db.sessions)).ok
+
+    with psycopg.connect(db_url) as connection:
+        connection.execute("update requests set lease_until = now() - interval '1 minute'")
+
+    report = await check_invariants(db.sessions)
+    assert [check.code for check in report.checks if not check.ok] == ["I3"]
+
+
 @pytest.mark.parametrize(
     "statement",
     [
