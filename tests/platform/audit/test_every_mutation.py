@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import psycopg
 import pytest
 from fastapi.routing import APIRoute
-from loraplex_platform.ids import parse_id
+from loraplex_platform.ids import parse_id, uuid7
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.invariants import check_invariants
 
@@ -221,6 +222,7 @@ async def _money(walk: Walk) -> None:
     wanted = reservation(customer)
     await metering.reserve(walk.stand.db.sessions, wanted)
     await metering.settle(walk.stand.db.sessions, settlement(wanted.request_id))
+    request_id = _move_to_last_month(walk.db_url, wanted.request_id)
     await walk.step(
         "POST",
         f"{TENANT}/adjustments",
@@ -229,15 +231,34 @@ async def _money(walk: Walk) -> None:
     await walk.step(
         "POST",
         f"{TENANT}/reversals",
-        json={"entry_id": f"req_{wanted.request_id.hex}", "reason": "wrong"},
+        json={"entry_id": f"req_{request_id.hex}", "reason": "wrong"},
     )
     await walk.step("PUT", f"{TENANT}/billing-profile", json={"legal_name": "Acme GmbH"})
     await _invoices(walk)
 
 
+def _last_month() -> datetime:
+    return (datetime.now(UTC).replace(day=1) - timedelta(days=1)).replace(day=15)
+
+
+def _move_to_last_month(db_url: str, was: UUID) -> UUID:
+    """As if the request had been made in a month that is over, so that there is something to invoice."""
+    at = _last_month()
+    moved = {"id": uuid7(int(at.timestamp() * 1000)), "was": was, "at": at}
+    with psycopg.connect(db_url) as connection:
+        connection.execute("set session_replication_role = replica")
+        for statement in (
+            "update requests set id = %(id)s, admitted_at = %(at)s where id = %(was)s",
+            "update attempts set request_id = %(id)s where request_id = %(was)s",
+            "update ledger set entry_id = %(id)s, occurred_at = %(at)s where entry_id = %(was)s",
+            "update rollup_dirty set day = (%(at)s::timestamptz at time zone 'UTC')::date",
+        ):
+            connection.execute(statement, moved)
+    return UUID(str(moved["id"]))
+
+
 async def _invoices(walk: Walk) -> None:
-    last = datetime.now(UTC).replace(day=1) - timedelta(days=1)
-    month = {"month": f"{last:%Y-%m}"}
+    month = {"month": f"{_last_month():%Y-%m}"}
     await walk.step("POST", f"{TENANT}/invoices", json=month, keep="invoice_id")
     await walk.step("DELETE", f"{TENANT}/invoices/{{invoice_id}}")
     await walk.step("POST", f"{TENANT}/invoices", json=month, keep="invoice_id")
