@@ -232,6 +232,7 @@ class Fleet:
         return self._env(
             self._data_stores()
             | self._model()
+            | _issuer()
             | {
                 "LORAPLEX_KEY_PEPPER": self._credentials.key_pepper,
                 "LORAPLEX_SESSION_KEY": self._credentials.session_key,
@@ -251,7 +252,7 @@ class Fleet:
             "LORAPLEX_WORKER_PORT": "0",
             "LORAPLEX_WEBHOOK_KEY": self._credentials.webhook_key,
         }
-        return self._env(self._data_stores() | own)
+        return self._env(self._data_stores() | _issuer() | own)
 
     def _console_address(self) -> str:
         """Whose word about a visitor counts. On loopback all visitors are this machine anyway, and
@@ -334,3 +335,9 @@ class Fleet:
 
 def _loraplex(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "loraplex_platform.cli", *arguments]
+
+
+def _issuer() -> dict[str, str]:
+    """Who issues invoices is the caller's to say: there is no flag for it."""
+    wanted = ("LORAPLEX_ISSUER_", "LORAPLEX_INVOICE_")
+    return {name: value for name, value in os.environ.items() if name.startswith(wanted)}
