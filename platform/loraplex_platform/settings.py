@@ -97,7 +97,7 @@ class IssuerSettings(_Settings):
     """Who issues invoices. Without a name drafts can be made, but none is finalised."""
 
     issuer_name: str | None = Field(default=None, max_length=200)
-    issuer_address: str = Field(default="", max_length=1000)  # lines, separated by "\\n" or "|"
+    issuer_address: str = Field(default="", max_length=1000)  # lines, separated by "|"
     issuer_email: str | None = Field(default=None, max_length=254)
     issuer_tax_id: str | None = Field(default=None, max_length=64)
     issuer_payment: str | None = Field(default=None, max_length=400)  # how to pay, in words
