@@ -43,7 +43,9 @@ router = admin_router("/audit", "Audit")
 # A file is made in one transaction and held in memory: longer ones are asked for in parts.
 MAX_CSV_ROWS = 20_000
 
-Word = Annotated[str | None, Query(max_length=80)]
+# Without control characters: Postgres refuses NUL, and no id has one.
+_PLAIN = r"^[^\x00-\x1f]*$"
+Word = Annotated[str | None, Query(max_length=80, pattern=_PLAIN)]
 
 
 def _reached(request: Request, tenant: UUID | None) -> Collection[UUID] | None:
@@ -60,6 +62,7 @@ def _filter(
         str | None,
         Query(
             max_length=64,
+            pattern=_PLAIN,
             description="An action, or the beginning of one with `*`.",
             examples=["api_key.*"],
         ),
