@@ -79,7 +79,9 @@ async def _fill(stand: Stand, url: str, num_rows: int) -> Customer:
         )
     print(f"{num_rows} requests made in {time.perf_counter() - began:.0f} s")
     began = time.perf_counter()
-    count = await RollupWorker(stand.db.sessions).run_once()
+    worker, count = RollupWorker(stand.db.sessions), 0
+    while made := await worker.run_once():
+        count += made
     took_s = time.perf_counter() - began
     print(f"{count} days rolled up in {took_s:.0f} s, {1000 * took_s / count:.1f} ms each")
     with psycopg.connect(url, autocommit=True) as owner:

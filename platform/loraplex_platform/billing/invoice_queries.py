@@ -91,7 +91,7 @@ select t.id as tenant_id, cast(months.month as date) as month
 from tenants t
 cross join lateral (
     select date_trunc('month', now() at time zone t.billing_tz) as this_month, coalesce(
-        (select max(i.period_end) at time zone t.billing_tz from invoices i
+        (select date_trunc('month', max(i.period_end) at time zone t.billing_tz) from invoices i
             where i.tenant_id = t.id and i.kind = 'invoice' and i.status <> 'void'),
         date_trunc('month', least(
             (select cast(min(u.day) as timestamp) from usage_daily u where u.tenant_id = t.id),
@@ -101,7 +101,15 @@ cross join lateral (
 ) as span
 cross join lateral generate_series(
     span.first_month, span.this_month - interval '1 month', interval '1 month') as months (month)
-where span.first_month < span.this_month
+where span.first_month < span.this_month and (
+    -- The last month also for what may have come late; of older ones those in which something was.
+    months.month = span.this_month - interval '1 month'
+    or exists (select from usage_daily u where u.tenant_id = t.id
+        and u.day >= months.month and u.day < months.month + interval '1 month')
+    or exists (select from ledger l where l.tenant_id = t.id
+        and l.kind in ('credit', 'debit', 'reversal')
+        and l.occurred_at at time zone t.billing_tz >= months.month
+        and l.occurred_at at time zone t.billing_tz < months.month + interval '1 month'))
 order by months.month, t.id
 """)
 
