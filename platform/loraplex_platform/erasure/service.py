@@ -7,7 +7,7 @@ store unless another tenant has uploaded the same ones.
 
 Kept: ledger, invoices, the billing profile that the last invoice is made out to, rollups and the audit
 log, which name ids and the model ids of the time; the request log (metadata, never text) until
-retention drops its month. Prefixes in an engine's cache cannot be reached without the tenant's keys and
+retention drops its month; replies to the operator's calls under an Idempotency-Key, for a day. Prefixes in an engine's cache cannot be reached without the tenant's keys and
 go with the cache.
 """
 
@@ -34,6 +34,7 @@ KEPT: Final = (
     "ledger entries, invoices, the billing profile and daily usage: tax and commercial law",
     "audit log: it is append-only, and kept for as long as retention says",
     "request log, without any text: until retention drops its month",
+    "replies to the operator's own calls under an Idempotency-Key: for a day",
 )
 
 
