@@ -26,7 +26,7 @@ _RULE: Final = (223, 227, 232)
 _MARGIN_MM = 18.0
 _FOOTER_MM = 14.0
 # Of the width between the margins: description, class, quantity, unit price, exact, amount.
-_COLUMNS: Final = (56.0, 26.0, 22.0, 28.0, 26.0, 16.0)
+_COLUMNS: Final = (48.0, 22.0, 23.0, 27.0, 34.0, 20.0)
 
 
 def render_pdf(document: Document, created_at: datetime) -> bytes:
@@ -172,7 +172,7 @@ class _Pages(FPDF):
         self.ln(1)
         currency = self._document.currency
         self.set_draw_color(*_RULE)
-        self._use(8)
+        self._use(7.5)
         with self.table(
             col_widths=_COLUMNS,
             text_align=("L", "L", "R", "R", "R", "R"),
