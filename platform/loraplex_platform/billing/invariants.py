@@ -25,17 +25,19 @@ with days as (
     where not loraplex_is_dropped(days.day) and not exists (
         select from rollup_dirty d where d.tenant_id = days.tenant_id and d.day = days.day)
 ), differing as (
-    select clean.tenant_id, clean.day, count(*) as count
+    -- Two multisets of one size are equal if one has nothing that the other lacks.
+    select clean.tenant_id, clean.day, difference.count
     from clean cross join lateral (
-        (select {_COLUMNS} from usage_daily u
+        with live as materialized (
+            select {_COLUMNS} from loraplex_usage_of(clean.tenant_id, clean.day)
+        ), kept as (
+            select {_COLUMNS} from usage_daily u
             where u.tenant_id = clean.tenant_id and u.day = clean.day
-            except all select {_COLUMNS} from loraplex_usage_of(clean.tenant_id, clean.day))
-        union all
-        (select {_COLUMNS} from loraplex_usage_of(clean.tenant_id, clean.day)
-            except all select {_COLUMNS} from usage_daily u
-            where u.tenant_id = clean.tenant_id and u.day = clean.day)
+        )
+        select (select count(*) from (select * from live except all select * from kept) as lacking)
+            + abs((select count(*) from live) - (select count(*) from kept)) as count
     ) as difference
-    group by clean.tenant_id, clean.day
+    where difference.count > 0
 )
 select t.slug || ' ' || d.day as id, d.count || ' rows of the day differ from the ledger' as detail
 from differing d join tenants t on t.id = d.tenant_id

@@ -369,7 +369,7 @@ async def _issue(
             payload={
                 "event": f"{invoice.kind}.finalized",
                 "tenant_id": str(invoice.tenant_id),
-                "invoice_id": format_id("invoice", invoice.id),
+                "invoice_id": str(invoice.id),
                 "number": invoice.number,
                 "currency": invoice.currency,
                 "total": format_cents(invoice.total_cents),
