@@ -85,16 +85,9 @@ class AdminClient:
         """All keys of a tenant, without their secrets."""
         return list(self._pages(f"/tenants/{tenant_id}/keys"))
 
-    def create_key(self, tenant_id: str, name: str, expires_at: int | None = None) -> Json:
+    def create_key(self, tenant_id: str, name: str) -> Json:
         """A new key; its secret is in this answer and nowhere else."""
-        body: Json = {"name": name}
-        if expires_at is not None:
-            body["expires_at"] = expires_at
-        return self._json("POST", f"/tenants/{tenant_id}/keys", json=body)
-
-    def revoke_key(self, tenant_id: str, key_id: str) -> None:
-        """The key stops working at its next request."""
-        self._call("DELETE", f"/tenants/{tenant_id}/keys/{key_id}")
+        return self._json("POST", f"/tenants/{tenant_id}/keys", json={"name": name})
 
     # ------------------------------------------------------------------------ adapters
 

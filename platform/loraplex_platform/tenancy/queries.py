@@ -29,11 +29,6 @@ async def lock_tenant(session: AsyncSession, tenant_id: UUID) -> Tenant | None:
     return await session.scalar(statement, execution_options={"populate_existing": True})
 
 
-async def find_tenant_by_slug(session: AsyncSession, slug: str) -> Tenant | None:
-    """By slug."""
-    return await session.scalar(select(Tenant).where(Tenant.slug == slug))
-
-
 async def insert_tenant(session: AsyncSession, tenant: Tenant) -> bool:
     """False if the slug is taken."""
     statement = (

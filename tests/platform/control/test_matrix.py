@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -73,7 +74,7 @@ class Side:
     @property
     def secrets(self) -> list[str]:
         """What nobody of another tenant may ever read."""
-        return [self.tenant_id, *(i for name, i in self.ids.items() if name != "name")]
+        return [self.tenant_id, *(i for name, i in self.ids.items() if name not in ("name", "seq"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,10 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "user_id": await user_id_of(spare),
         "invitation_id": (await invite(stand, tenant_id, f"late@{slug}.example", "viewer"))["id"],
         "request_id": await _add_request(stand, tenant_id),
+        "limit_id": await _add_limit(stand, tenant_id),
+        "invoice_id": await made("invoices", {"month": _last_month()}),
+        "chain": tenant_id,
+        "seq": "1",
     }
     return side
 
@@ -334,6 +339,18 @@ def _numbered(options: dict[str, Any], number: int) -> dict[str, Any]:
         }
         for kind, fields in options.items()
     }
+
+
+async def _add_limit(stand: Stand, tenant_id: str) -> str:
+    body = {"scope_kind": "tenant", "scope_id": tenant_id, "metric": "rpm", "value": "60"}
+    answer = await stand.admin.post("/admin/v1/limits", json=body)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def _last_month() -> str:
+    first = datetime.now(UTC).replace(day=1)
+    return f"{first - timedelta(days=1):%Y-%m}"
 
 
 async def _add_request(stand: Stand, tenant_id: str) -> str:
