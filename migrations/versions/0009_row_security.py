@@ -113,8 +113,7 @@ CREATE POLICY platforms_own ON deployments FOR SELECT TO loraplex_tenant USING (
 CREATE POLICY platforms_own ON deployment_revisions FOR SELECT TO loraplex_tenant
     USING (tenant_id IS NULL);
 -- The heads of the tenant's own chain of audit rows; and two tables that are about nobody.
-SELECT loraplex_guard_table('audit_heads', 'chain = ANY ((SELECT loraplex_tenant_ids())::uuid[])');
-GRANT SELECT ON audit_heads, base_models, dropped_months TO loraplex_tenant;
+GRANT SELECT ON base_models, dropped_months TO loraplex_tenant;
 """
 
 # What a member's request may write; which role may is the control API's table of permissions.
