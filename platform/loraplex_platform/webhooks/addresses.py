@@ -26,10 +26,14 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAX_URL_CHARS: Final = 2000
 RESOLVE_TIMEOUT_S: Final = 5.0
 
-# IPv6 ranges that lead to some IPv4 address by way of a translator or a tunnel.
-_TRANSLATED: Final = tuple(
-    ipaddress.IPv6Network(text)
-    for text in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")
+# IPv6 ranges that lead to some IPv4 address by way of a translator or a tunnel, and what Python calls
+# global although it is for protocols (one cloud has its metadata there) or relays.
+_NEVER: Final[tuple[Network, ...]] = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/23", "2002::/16"),
+        *("192.0.0.0/24", "192.88.99.0/24"),
+    )
 )
 
 
@@ -76,13 +80,12 @@ class AddressRules:
 
     def allows(self, address: Address) -> bool:
         """Whether a connection may be made to this address."""
-        if isinstance(address, ipaddress.IPv6Address):
-            if address.ipv4_mapped is not None:
-                return self.allows(address.ipv4_mapped)
-            if any(address in network for network in _TRANSLATED):
-                return self._is_trusted(address)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            return self.allows(address.ipv4_mapped)
         if self._is_trusted(address):
             return True
+        if any(address in network for network in _NEVER):
+            return False
         return address.is_global and not (
             address.is_multicast or address.is_reserved or address.is_unspecified
         )
