@@ -112,7 +112,7 @@ GRANT SELECT ON audit_heads TO loraplex_tenant;
 CREATE POLICY platforms_own ON deployments FOR SELECT TO loraplex_tenant USING (tenant_id IS NULL);
 CREATE POLICY platforms_own ON deployment_revisions FOR SELECT TO loraplex_tenant
     USING (tenant_id IS NULL);
--- The heads of the tenant's own chain of audit rows; and two tables that are about nobody.
+-- Two tables that are about nobody.
 GRANT SELECT ON base_models, dropped_months TO loraplex_tenant;
 """
 
@@ -125,7 +125,6 @@ GRANT INSERT, UPDATE ON invitations, projects, api_keys, adapters, deployments T
 GRANT INSERT, UPDATE (valid_until) ON api_key_secrets TO loraplex_tenant;
 GRANT INSERT, UPDATE (status) ON adapter_versions TO loraplex_tenant;
 GRANT INSERT ON deployment_revisions, audit_log TO loraplex_tenant;
-GRANT INSERT, UPDATE, DELETE ON webhooks, webhook_deliveries TO loraplex_tenant;
 """
 
 # The role stays: other databases of this server may use it.

@@ -332,6 +332,24 @@ class AdminClient:
         path = f"/tenants/{tenant_id}/invoices/{invoice_id}/document.{kind}"
         return self._call("GET", path).content
 
+    # ------------------------------------------------------------------------ anything
+
+    def pages(self, path: str, **params: str) -> Iterator[Json]:
+        """All objects of a list, page by page."""
+        return self._pages(path, params)
+
+    def call(self, method: str, path: str, body: Json | None = None, **params: str) -> Json:
+        """One call; its answer, or {} where there is none.
+
+        Raises:
+            AdminApiError: refused, or not reached.
+        """
+        arguments: Json = {"params": params}
+        if body is not None:
+            arguments["json"] = body
+        response = self._call(method, path, **arguments)
+        return cast(Json, response.json()) if response.content else {}
+
     # ------------------------------------------------------------------------ transport
 
     def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:

@@ -214,8 +214,9 @@ class OidcProvider:
         ):
             raise _failed("the ID token names nobody")
         email = claims.get("email")
-        is_verified = claims.get("email_verified") is True and isinstance(email, str)
-        return Identity(self._issuer, subject, email.strip().lower() if is_verified else None)
+        if claims.get("email_verified") is not True or not isinstance(email, str):
+            email = None
+        return Identity(self._issuer, subject, None if email is None else email.strip().lower())
 
     async def _key_of(self, token: str) -> jwt.PyJWK:
         head = jwt.get_unverified_header(token)
@@ -239,15 +240,17 @@ class OidcProvider:
         answer = await self._send("GET", url)
         if answer.get("issuer") != self._issuer:
             raise _unavailable("it names another issuer than LORAPLEX_OIDC_ISSUER")
-        endpoints = [
-            str(answer.get(name))
-            for name in ("authorization_endpoint", "token_endpoint", "jwks_uri")
-        ]
-        for endpoint in endpoints:
+        found = _Metadata(
+            authorization_endpoint=str(answer.get("authorization_endpoint")),
+            token_endpoint=str(answer.get("token_endpoint")),
+            jwks_uri=str(answer.get("jwks_uri")),
+            read_s=time.monotonic(),
+        )
+        for endpoint in (found.authorization_endpoint, found.token_endpoint, found.jwks_uri):
             if not is_secure(endpoint):
                 raise _unavailable("it names an endpoint that is not https")
-        self._metadata = _Metadata(*endpoints, read_s=time.monotonic())
-        return self._metadata
+        self._metadata = found
+        return found
 
     async def _send(self, method: str, url: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
         try:
