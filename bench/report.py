@@ -4,7 +4,8 @@
 
 Medians over rounds; a ratio is ours over a peer's in the same round, then the median; the spread is the
 lowest and the highest of the rounds. A round in which requests failed gives no speed: who answers less is
-quicker. One that was only cut off at the limit gives the least that it can have been, and is marked.
+quicker. One that was only cut off at the limit gives the least that it can have been, and is marked; if not even
+a token for each request had come by then, it gives no speed either: a ratio to next to nothing says nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ class Results:
         """Tokens per second by round, of those that count."""
         key = f"{self.workloads[workload]['counts']}_tokens_per_s"
         runs = self.good_runs(workload, contender)
-        return {run["round"]: run[key] for run in runs if run[key] > 0}
+        return {
+            run["round"]: run[key]
+            for run in runs
+            if run[key] > 0 and not self._has_too_little(workload, run)
+        }
 
     def weights(self, contender: str) -> str | None:
         """The type of its weights; None: the file does not say."""
@@ -109,7 +114,20 @@ class Results:
         runs = self.runs(workload, contender)
         reason = next((str(run["failed"]) for run in runs if "failed" in run), None)
         failed, total = self.faults(workload, contender)
-        return reason or (f"{failed} of {total} failed" if failed else "no token came")
+        if reason or failed:
+            return reason or f"{failed} of {total} failed"
+        cut = next((run for run in runs if self._has_too_little(workload, run)), None)
+        if cut is None:
+            return "no token came"
+        return (
+            f"{cut['output_tokens']} of {self.workloads[workload]['output_tokens']} tokens came "
+            f"within {self.content['limit_s']:.0f} s"
+        )
+
+    def _has_too_little(self, workload: str, run: Run) -> bool:
+        """Whether it was cut off before as many tokens as requests had come."""
+        is_of_output = self.workloads[workload]["counts"] == "output"
+        return bool(run.get("is_cut")) and is_of_output and run["output_tokens"] < run["requests"]
 
     def unanswered(self, workload: str, contender: str) -> tuple[int, int]:
         """Requests that were not answered with exactly the tokens asked for, of all."""

@@ -26,6 +26,7 @@ def _run(contender: str, number: int, speed: float, **more: Any) -> dict[str, An
         "errors": 0,
         "faults": 0,
         "is_cut": False,
+        "output_tokens": 200,
         "output_tokens_per_s": speed,
         "prompt_tokens_per_s": 2 * speed,
         "ttft_p50_s": 0.5,
@@ -267,3 +268,20 @@ def test_what_adapters_cost_is_told_of_whom_it_is_known(content: dict[str, Any])
     assert line.endswith("in time of base: Loraplex 1.38x")
     del content["workloads"]["base"]
     assert not [line for line in report.notes(results) if "adapters of mixed" in line]
+
+
+def test_next_to_nothing_before_the_limit_is_no_speed_and_gives_no_ratio(
+    content: dict[str, Any],
+) -> None:
+    content["runs"] += [_run("crawls", 0, 0.02, errors=4, is_cut=True, output_tokens=1)]
+    content["contenders"]["crawls"] = {"title": "Crawls", "cannot": [], "weights": ""}
+    results = Results(content)
+
+    assert results.ratio("mixed", "crawls") is None
+    assert results.failure("mixed", "crawls") == "1 of 400 tokens came within 60 s"
+    assert "1 of 400 tokens came within 60 s" in _printed(content)
+    (group,) = report.chart_groups(results)
+    assert [bar.value for bar in group.bars if bar.label == "Crawls"] == [None]
+    # One token for each request, and it counts.
+    content["runs"][-1]["output_tokens"] = 4
+    assert results.ratio("mixed", "crawls") == pytest.approx(5000.0)
