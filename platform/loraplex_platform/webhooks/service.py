@@ -288,7 +288,7 @@ def webhook_topics(sessions: SessionFactory) -> list[Topic]:
         async def handle(message: Message) -> None:
             await fan_out(sessions, topic, message)
 
-        return Topic(topic, handle)
+        return Topic(name=topic, handle=handle)
 
     return [handler(topic) for topic in TOPICS]
 
