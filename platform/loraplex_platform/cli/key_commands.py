@@ -206,7 +206,7 @@ def revoke(
         tenant_id = admin.tenant(tenant)["id"]
         found = _find(admin, tenant_id, tenant, key)
         why = {} if reason is None else {"reason": reason}
-        admin.call("DELETE", f"/tenants/{tenant_id}/keys/{found['id']}", **why)
+        admin.call("DELETE", f"/tenants/{tenant_id}/keys/{found['id']}", None, **why)
     typer.echo(f"revoked {found['id']} ({found['name']})")
 
 

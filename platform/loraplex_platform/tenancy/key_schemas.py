@@ -127,7 +127,7 @@ class KeyChanges(Body):
 
     name: KeyName = Field(default_factory=str)
     status: Literal["active", "disabled"] = Field(
-        default_factory=str,  # type: ignore[assignment]  # never read: a default is not a change
+        default_factory=lambda: "active",  # never read: a field that is not sent is no change
         description="`disabled` switches the key off until it is `active` again.",
     )
     expires_at: ExpiresAt | None = Field(default=None, description="Unix seconds; null: never.")
