@@ -67,7 +67,7 @@ class DeadlineRedis:
         self._metrics = metrics
         self._breaker = breaker or Breaker()
         self._epoch = ""
-        self._pipe = RedisPipe(url, deadline_s=deadline_s, on_connect=self._learn_epoch)
+        self._pipe = RedisPipe(url, self._learn_epoch)
 
     @property
     def epoch(self) -> str:
@@ -85,7 +85,8 @@ class DeadlineRedis:
         Raises:
             RedisAwayError: there is none in time. Whether the script ran is unknown.
         """
-        return await self._bounded(script.name, self._evaluate(script, keys, arguments))
+        due_s = asyncio.get_running_loop().time() + self._deadline_s
+        return await self._bounded(script.name, self._evaluate(due_s, script, keys, arguments))
 
     async def command(self, *words: Argument) -> Any:  # noqa: ANN401 # a reply of Redis
         """A plain command's reply, under the same deadline.
@@ -93,7 +94,8 @@ class DeadlineRedis:
         Raises:
             RedisAwayError: there is none in time.
         """
-        return await self._bounded(str(words[0]).lower(), self._once_more(*words))
+        due_s = asyncio.get_running_loop().time() + self._deadline_s
+        return await self._bounded(str(words[0]).lower(), self._once_more(due_s, *words))
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -108,8 +110,7 @@ class DeadlineRedis:
             calls.labels(name, "held_back").inc()
             raise RedisAwayError("Redis did not answer lately.")
         try:
-            async with asyncio.timeout(self._deadline_s):
-                reply = await call
+            reply = await call
         except (RedisError, OSError, TimeoutError) as error:
             calls.labels(name, "late" if isinstance(error, TimeoutError) else "failed").inc()
             self._note_failure(error)
@@ -129,21 +130,22 @@ class DeadlineRedis:
             self._metrics.is_away.set(1)
 
     async def _evaluate(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+        self, due_s: float, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> Any:  # noqa: ANN401 # see run
+        words = (len(keys), *keys, *arguments)
         try:
-            return await self._once_more("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            return await self._once_more(due_s, "EVALSHA", script.sha, *words)
         except NoScriptError:
-            return await self._once_more("EVAL", script.text, len(keys), *keys, *arguments)
+            return await self._once_more(due_s, "EVAL", script.text, *words)
 
-    async def _once_more(self, *words: Argument) -> Any:  # noqa: ANN401 # see run
+    async def _once_more(self, due_s: float, *words: Argument) -> Any:  # noqa: ANN401 # see run
         """All we ask is harmless to repeat, and the connection may have been dead before we used it."""
         try:
-            return await self._pipe.call(*words)
+            return await self._pipe.call(due_s, *words)
         except TimeoutError:
             raise  # an OSError too, but the time is over
         except (redis_asyncio.ConnectionError, OSError):
-            return await self._pipe.call(*words)
+            return await self._pipe.call(due_s, *words)
 
     async def _learn_epoch(self, connection: AbstractConnection) -> None:
         await connection.send_command("INFO", "server")

@@ -2,8 +2,8 @@
 
 redis-py's own client takes a connection out of a pool for each command, which costs a gateway more than
 the command itself. Here the library's connection (addresses, TLS, log-in, protocol) is used as it is, by one
-task that sends what has gathered and hands the answers out in order. An exchange that takes longer than
-its deadline ends the connection, so an answer that comes too late is never read as another's.
+task that sends what has gathered and hands the answers out in order, also to callers that have given up:
+so an answer that comes too late is never read as another's. An exchange that hangs ends the connection.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ Argument = str | bytes | int | float
 _Call = tuple[tuple[Argument, ...], asyncio.Future[Any]]
 
 MAX_BATCH = 256
+HANGING_S = 0.5
+# A call's deadline is Redis's: time for which this process itself was too busy to look does not count.
+_LATE_S = 0.005
+_MORE_S = 0.05
+_MAX_EXTENSIONS = 10
 
 
 class RedisPipe:
@@ -30,16 +35,15 @@ class RedisPipe:
 
     Args:
         url: redis://, rediss:// or unix://, with what redis-py takes in it.
-        deadline_s: for an exchange, connecting included.
         on_connect: called with each new connection before it is used; it may ask it things.
     """
 
     def __init__(
         self,
         url: str,
-        *,
-        deadline_s: float,
         on_connect: Callable[[AbstractConnection], Awaitable[None]],
+        *,
+        hanging_s: float = HANGING_S,
     ) -> None:
         async def prepare(connection: AbstractConnection) -> None:
             await connection.on_connect()
@@ -48,28 +52,38 @@ class RedisPipe:
         pool = redis_asyncio.ConnectionPool.from_url(
             url,
             protocol=2,
-            socket_timeout=None,  # the exchange has a deadline
+            socket_timeout=None,  # calls have deadlines
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             redis_connect_func=prepare,
         )
         self._connection = pool.make_connection()
-        self._deadline_s = deadline_s
+        self._hanging_s = hanging_s
         self._waiting: list[_Call] = []
         self._worker: asyncio.Task[None] | None = None
 
-    async def call(self, *words: Argument) -> Any:  # noqa: ANN401 # a reply of Redis
+    async def call(self, due_s: float, *words: Argument) -> Any:  # noqa: ANN401 # a reply of Redis
         """A command's reply. Cancelled, it is not sent, or its answer is thrown away.
+
+        Args:
+            due_s: until when, by the loop's clock; connecting and waiting for one's turn included.
+            words: the command and its arguments.
 
         Raises:
             ResponseError: Redis refuses the command.
-            RedisError, OSError, TimeoutError: there is no answer; it may have been run.
+            TimeoutError: there is no answer in time; it may have been run, or may yet be.
+            RedisError, OSError: there is no answer; it may have been run.
         """
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((words, answer))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="redis pipe")
-        return await answer
+        timer = loop.call_at(due_s, _expire, answer, due_s, 0)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
 
     async def aclose(self) -> None:
         """Close the connection; whoever still waits is told that there is no answer."""
@@ -95,7 +109,7 @@ class RedisPipe:
     async def _exchange(self, batch: list[_Call]) -> None:
         connection = self._connection
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._hanging_s):
                 if not connection.is_connected:
                     await connection.connect()
                 packed = connection.pack_commands([words for words, _ in batch])
@@ -105,6 +119,18 @@ class RedisPipe:
         except (RedisError, OSError, TimeoutError) as error:
             await connection.disconnect(nowait=True)
             _fail(batch, error)
+
+
+def _expire(answer: asyncio.Future[Any], due_s: float, num_extensions: int) -> None:
+    """End the wait, unless it is we who are late: then there may be an answer that we have not read."""
+    if answer.done():
+        return
+    loop = answer.get_loop()
+    now_s = loop.time()
+    if now_s - due_s > _LATE_S and num_extensions < _MAX_EXTENSIONS:
+        loop.call_at(now_s + _MORE_S, _expire, answer, now_s + _MORE_S, num_extensions + 1)
+        return
+    answer.set_exception(TimeoutError("Redis did not answer in time"))
 
 
 async def _read(connection: AbstractConnection, answer: asyncio.Future[Any]) -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from loraplex_platform.local.embedded import start_redis
+from loraplex_platform.rates.redis_client import DEADLINE_S
 
 from tests.platform.rates.stand import World
 
@@ -32,7 +33,7 @@ def own_redis(short_tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 async def own_world(own_redis: EmbeddedServer) -> AsyncIterator[World]:
-    """Over a Redis of its own."""
-    world = World(own_redis.url)
+    """Over a Redis of its own, with the deadline of a gateway."""
+    world = World(own_redis.url, deadline_s=DEADLINE_S)
     yield world
     await world.close()

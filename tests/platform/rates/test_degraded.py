@@ -85,9 +85,10 @@ async def test_a_slow_redis_is_as_good_as_none(own_redis: EmbeddedServer, own_wo
     await eventually(lambda: is_back(gateway), "redis")
 
 
-async def test_answers_that_come_late_are_nobodys(own_redis: EmbeddedServer) -> None:
-    world = World(own_redis.url)
-    gateway = world.gateway()
+async def test_answers_that_come_late_are_nobodys(
+    own_redis: EmbeddedServer, own_world: World
+) -> None:
+    gateway = own_world.gateway()
     one = limit("concurrency", 10**6)
     await gateway.admit(claim(one), never)
     for _ in range(3):
@@ -96,7 +97,6 @@ async def test_answers_that_come_late_are_nobodys(own_redis: EmbeddedServer) -> 
         # The client checks by the id in each answer that it is the answer to its question.
         await eventually(lambda: is_back(gateway), "redis")
         assert len(await admitted([gateway], [claim(one) for _ in range(64)])) == 64
-    await world.close()
 
 
 async def test_alone_each_gateway_enforces_its_part(
