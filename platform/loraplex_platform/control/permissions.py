@@ -92,8 +92,6 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("retention.write", "platform"),
         Action("platform_webhook.read", "platform"),
         Action("platform_webhook.write", "platform"),
-        Action("outbox.read", "platform"),
-        Action("outbox.write", "platform"),
         # One's own login.
         Action("session.read", "self"),
         Action("session.end", "self"),

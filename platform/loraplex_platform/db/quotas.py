@@ -6,7 +6,6 @@ from datetime import datetime
 from uuid import UUID
 
 from sqlalchemy import (
-    ARRAY,
     BigInteger,
     CheckConstraint,
     ForeignKey,
@@ -19,6 +18,7 @@ from sqlalchemy import (
     func,
     text,
 )
+from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loraplex_platform.db.base import Base, BigInt, Pico
