@@ -367,7 +367,7 @@ _RULES = (
         left join audit_heads h on h.chain = a.chain
         left join audit_log p on p.chain = a.chain and p.seq = a.seq - 1
         where (a.at >= :since_time or a.hash is null) and (
-            a.hash is distinct from loraplex_audit_digest(a) or h.chain is null
+            a.hash is null or a.hash is distinct from loraplex_audit_digest(a) or h.chain is null
             or a.seq < h.first_seq or a.prev_hash is distinct from
                 case when a.seq = h.first_seq then h.first_prev_hash else p.hash end)
         union all

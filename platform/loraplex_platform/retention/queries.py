@@ -94,7 +94,7 @@ async def delete_due(session: AsyncSession, name: str, limit: int) -> int:
     table, condition = _DUE[name]
     statement = text(
         f"delete from {table} where ctid = any(array(select ctid from {table}"  # noqa: S608 # our own
-        f" where {condition} limit :limit for update skip locked))"
+        f" where {condition} limit :limit))"
     )
     result = await session.execute(statement, {"days": days, "limit": limit})
     assert isinstance(result, CursorResult)  # noqa: S101 # what a DELETE returns
