@@ -22,6 +22,7 @@ class Breaker:
     _failures: int = field(default=0, init=False)
     _pause_s: float = field(default=0.0, init=False)
     _next_try_s: float = field(default=0.0, init=False)
+    _is_trying: bool = field(default=False, init=False)
 
     @property
     def is_open(self) -> bool:
@@ -36,17 +37,21 @@ class Breaker:
         if now_s < self._next_try_s:
             return False
         self._next_try_s = now_s + self._pause_s
+        self._is_trying = True
         return True
 
     def note_success(self) -> None:
         """It answered."""
-        self._failures, self._pause_s = 0, 0.0
+        self._failures, self._pause_s, self._is_trying = 0, 0.0, False
 
     def note_failure(self) -> None:
-        """It did not."""
+        """It did not. Calls that were under way when it opened say nothing new."""
         self._failures += 1
-        if self.is_open:
+        if self._is_trying:
             self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
-        elif self._failures >= FAILURES_TO_OPEN:
+        elif not self.is_open and self._failures >= FAILURES_TO_OPEN:
             self._pause_s = FIRST_PAUSE_S
+        else:
+            return
+        self._is_trying = False
         self._next_try_s = self.clock() + self._pause_s
