@@ -1,7 +1,7 @@
 """Fonts for paper: Noto Sans, and for what it lacks the Noto fonts of other scripts.
 
-They come as wheels (OFL). Most are variable fonts of many megabytes, so of each only what a text needs
-is cut out, at the weight it is set in: milliseconds and kilobytes instead of seconds and megabytes.
+They come as wheels (OFL). Most are variable fonts of many megabytes, so of each only what is needed is
+cut out, at the weight it is set in, and remembered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from io import BytesIO
 from pathlib import Path
 
 from fontTools import subset
@@ -30,6 +31,9 @@ _PACKAGES = (
     ("justmytype_intl_cjk", ("NotoSansSC", "NotoSansJP", "NotoSansKR", "NotoSansTC")),
 )
 _MISSING = "\ufffd"
+# All that joins, reorders and places letters and marks. Kerning is the most of a font's tables, and an
+# invoice is legible without.
+_FEATURES = sorted(set(subset.Options()._layout_features_default) - {"kern", "dist", "cpsp"})
 
 
 class FontsMissingError(RuntimeError):
@@ -106,20 +110,33 @@ def _order(others: list[Face], needed: set[int]) -> list[Face]:
     return sorted(others, key=lambda face: face.name != first)
 
 
-def cut(face: Face, weight: int, characters: Iterable[str], folder: Path) -> Path:
-    """A font file with these characters only, all forms that shaping may need of them included."""
-    options = subset.Options(layout_features=["*"], notdef_outline=True, recalc_timestamp=False)
-    font = TTFont(face.path, lazy=True, recalcTimestamp=False)
-    subsetter = subset.Subsetter(options)
-    subsetter.populate(text="".join(sorted(set(characters) | {" ", _MISSING})))
-    subsetter.subset(font)
-    if "fvar" in font:
-        axes = {axis.axisTag for axis in font["fvar"].axes}
-        limits = {"wght": weight, "wdth": 100}
-        instancer.instantiateVariableFont(
-            font, {axis: limits.get(axis) for axis in axes}, inplace=True
-        )
-    path = folder / f"{face.name}-{weight}.ttf"
-    font.save(path)
-    font.close()
-    return path
+def cut_main(face: Face, weight: int, text: Iterable[str]) -> bytes:
+    """Noto Sans in one weight with what most documents need, which is cut once for all of them; of other
+    alphabets the blocks that the text has something of."""
+    blocks = {ord(c) // 128 for c in text} | {0, 1, 2, 0x2000 // 128, ord(_MISSING) // 128}
+    return _cut(face, weight, frozenset(c for c in face.characters if c // 128 in blocks))
+
+
+def cut(face: Face, weight: int, text: Iterable[str]) -> bytes:
+    """A font file with these characters only, and all forms that shaping may need of them."""
+    return _cut(face, weight, frozenset(ord(c) for c in text) & face.characters)
+
+
+@lru_cache(maxsize=32)
+def _cut(face: Face, weight: int, characters: frozenset[int]) -> bytes:
+    options = subset.Options(
+        layout_features=_FEATURES, hinting=False, notdef_outline=True, recalc_timestamp=False
+    )
+    with TTFont(face.path, lazy=True, recalcTimestamp=False) as font:
+        subsetter = subset.Subsetter(options)
+        subsetter.populate(unicodes=sorted(characters | {0x20}))
+        subsetter.subset(font)
+        if "fvar" in font:
+            limits = {"wght": weight, "wdth": 100}
+            axes = [axis.axisTag for axis in font["fvar"].axes]
+            instancer.instantiateVariableFont(
+                font, {axis: limits.get(axis) for axis in axes}, inplace=True
+            )
+        content = BytesIO()
+        font.save(content)
+    return content.getvalue()

@@ -13,7 +13,7 @@ from typing import Final
 
 from fpdf import FPDF
 from fpdf.enums import MethodReturnValue, TableBordersLayout, VAlign, XPos, YPos
-from fpdf.fonts import FontFace
+from fpdf.fonts import FontFace, TTFFont
 
 from loraplex_platform.billing import fonts
 from loraplex_platform.billing.document import Document, Section
@@ -37,28 +37,28 @@ def render_pdf(document: Document, created_at: datetime) -> bytes:
     """
     typeface = fonts.choose(document.texts())
     with tempfile.TemporaryDirectory(prefix="loraplex-fonts-") as folder:
-        files = _cut_fonts(document, typeface, Path(folder))
+        files = _write_fonts(document, typeface, Path(folder))
         # Twice, as the first page names the number of the last. A placeholder in the text would be
         # replaced in a customer's name as well.
-        num_pages = _set(document, created_at, typeface, files, num_pages=0).page
-        return bytes(_set(document, created_at, typeface, files, num_pages=num_pages).output())
+        first = _set(document, created_at, typeface, files, num_pages=0)
+        second = _set(document, created_at, typeface, files, num_pages=first.page)
+        content = bytes(second.output())
+        first.close_fonts()
+        second.close_fonts()
+        return content
 
 
-def _cut_fonts(document: Document, typeface: fonts.Typeface, folder: Path) -> dict[str, Path]:
-    characters = {c for text in document.texts() for c in text}
-    characters |= set(
-        "0123456789 /Page of·,.%-()ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-    )
-    files = {
-        "": fonts.cut(typeface.main, fonts.REGULAR, characters, folder),
-        "B": fonts.cut(typeface.main, fonts.BOLD, characters, folder),
-    }
-    return files | {
-        face.name: fonts.cut(
-            face, fonts.REGULAR, {c for c in characters if ord(c) in face.characters}, folder
-        )
-        for face in typeface.fallbacks
-    }
+def _write_fonts(document: Document, typeface: fonts.Typeface, folder: Path) -> dict[str, Path]:
+    """The files that are set in: by style of the main face, by name of the others."""
+    text = {c for part in document.texts() for c in part}
+    contents = {
+        "": fonts.cut_main(typeface.main, fonts.REGULAR, text),
+        "B": fonts.cut_main(typeface.main, fonts.BOLD, text),
+    } | {face.name: fonts.cut(face, fonts.REGULAR, text) for face in typeface.fallbacks}
+    paths = {name: folder / f"{name or 'regular'}.ttf" for name in contents}
+    for name, path in paths.items():
+        path.write_bytes(contents[name])
+    return paths
 
 
 def _set(
@@ -105,6 +105,12 @@ class _Pages(FPDF):
         self.set_fallback_fonts([face.name for face in typeface.fallbacks], exact_match=False)
         self.set_text_shaping(use_shaping_engine=True)
         self._use(9)
+
+    def close_fonts(self) -> None:
+        """fpdf leaves its font files open."""
+        for font in self.fonts.values():
+            if isinstance(font, TTFFont):
+                font.ttfont.close()
 
     def _use(self, size_pt: float, style: str = "", colour: tuple[int, int, int] = _INK) -> None:
         self.set_font(_FAMILY, style, size_pt)
