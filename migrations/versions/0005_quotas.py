@@ -237,14 +237,19 @@ CREATE FUNCTION loraplex_in_scope(
 -- What tenants have paid for in a window's period, by the ledger. A request counts in the period that
 -- it was admitted in; where its row is gone, its id says when that was.
 CREATE FUNCTION loraplex_ledger_sum(w quota_windows) RETURNS numeric
-    LANGUAGE sql STABLE
+    LANGUAGE plpgsql STABLE
     AS $$
+    DECLARE
+        -- Ids are at most ten minutes off: enough to read the right partitions only.
+        first_id uuid := loraplex_uuid7_floor(greatest(w.period_start - interval '11 minutes', 'epoch'));
+        used numeric;
+    BEGIN
         SELECT coalesce(sum(CASE w.metric
             WHEN 'requests' THEN 1
             WHEN 'tokens_in' THEN l.prompt_tokens
             WHEN 'tokens_out' THEN l.completion_tokens
             WHEN 'tokens_total' THEN l.prompt_tokens + l.completion_tokens
-            ELSE l.amount_pico END), 0)
+            ELSE l.amount_pico END), 0) INTO used
         FROM ledger l
         LEFT JOIN requests r ON r.id = l.entry_id
         LEFT JOIN adapter_versions v ON r.id IS NULL AND v.id = l.adapter_version_id
@@ -252,14 +257,16 @@ CREATE FUNCTION loraplex_ledger_sum(w quota_windows) RETURNS numeric
             SELECT coalesce(r.admitted_at, to_timestamp(
                 ('x' || left(replace(l.entry_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)) AS at
         ) admitted
-        WHERE l.kind = 'usage' AND l.account = 'revenue'
-            AND (w.tenant_id IS NULL OR l.tenant_id = w.tenant_id)
-            -- Ids are at most ten minutes off: enough to read the right partitions only.
-            AND l.entry_id >= loraplex_uuid7_floor(greatest(w.period_start - interval '11 minutes', 'epoch'))
+        WHERE l.kind = 'usage' AND l.account = 'revenue' AND l.entry_id >= first_id
+            -- What counts everybody's requests reads everybody's lines; the others by their index.
+            AND l.tenant_id = ANY (CASE WHEN w.tenant_id IS NULL
+                THEN (SELECT array_agg(t.id) FROM tenants t) ELSE ARRAY[w.tenant_id] END)
             AND admitted.at >= w.period_start
             AND (w.period_end IS NULL OR admitted.at < w.period_end)
             AND loraplex_in_scope(w, l.tenant_id, l.project_id, l.key_id,
-                coalesce(r.adapter_id, v.adapter_id), l.deployment_id)
+                coalesce(r.adapter_id, v.adapter_id), l.deployment_id);
+        RETURN used;
+    END
     $$;
 
 -- What the requests in flight that hold a window have reserved in it.
@@ -416,6 +423,9 @@ CREATE TRIGGER limits_bump
 """
 
 CALLS = """
+-- The three below are planned once a connection: the planner would rather plan each time, since a plan
+-- for one partition looks cheap, but planning takes longer than all the rest.
+
 -- TX1 in one round trip: price, tenant and key are looked at, every quota is checked at its worst case,
 -- `max_tokens` is cut to what the tightest still pays, and only if all pass is anything taken.
 -- outcome: reserved | refused (see `blocking`) | too_large (so is it for an empty window) | other (the
@@ -429,7 +439,7 @@ CREATE FUNCTION loraplex_reserve(
     OUT outcome text, OUT lease_token bigint, OUT lease_until timestamptz, OUT price_book_id uuid,
     OUT max_tokens bigint, OUT blocking jsonb
 )
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan
     AS $$
     DECLARE
         nil CONSTANT uuid := '00000000-0000-0000-0000-000000000000';
@@ -467,10 +477,9 @@ CREATE FUNCTION loraplex_reserve(
         IF NOT FOUND OR abs(p_made_at_s - extract(epoch FROM at)) > p_max_skew_s THEN
             RETURN;
         END IF;
-        SELECT book.id, p.input, p.cached_input, p.output, p.request INTO price
-            FROM (SELECT loraplex_book_at(at) AS id) AS book,
-                loraplex_entry_prices(book.id, p_adapter_version_id, p_deployment_id) AS p;
-        price_book_id := price.id;
+        price_book_id := loraplex_book_at(at);
+        SELECT * INTO price FROM loraplex_entry_prices(
+            price_book_id, p_adapter_version_id, p_deployment_id);
         IF price.input IS NULL OR price.output IS NULL THEN
             RETURN;
         END IF;
@@ -570,6 +579,12 @@ CREATE FUNCTION loraplex_reserve(
             EXIT WHEN outcome = 'too_large';  -- whatever else refuses it: this will not change
         END LOOP;
         IF outcome <> 'other' THEN
+            -- What is held may be held by this very request: the answer to its COMMIT was lost.
+            PERFORM 1 FROM requests q WHERE q.id = p_request_id;
+            IF FOUND THEN
+                outcome := 'other';
+                blocking := NULL;
+            END IF;
             RETURN;
         END IF;
 
@@ -691,7 +706,7 @@ CREATE FUNCTION loraplex_settle(
     p_error_code text, p_ttft_ms integer, p_e2e_ms integer,
     OUT applied boolean, OUT amount_pico numeric
 )
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan
     AS $$
     DECLARE
         r requests;
@@ -747,7 +762,7 @@ CREATE FUNCTION loraplex_void(
     p_request_id uuid, p_lease_token bigint, p_voided_by text, p_http_status integer,
     p_error_code text
 ) RETURNS boolean
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan
     AS $$
     DECLARE
         r requests;
