@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, func, or_, select, text, update
+from sqlalchemy import Select, any_, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -89,7 +89,7 @@ async def listeners(session: AsyncSession, topic: str, tenant_id: UUID | None) -
     if tenant_id is not None:
         is_concerned = or_(is_concerned, Webhook.tenant_id == tenant_id)
     statement = select(Webhook.id).where(
-        Webhook.status == "enabled", Webhook.topics.any(topic), is_concerned
+        Webhook.status == "enabled", any_(Webhook.topics) == topic, is_concerned
     )
     return (await session.scalars(statement)).all()
 
@@ -149,6 +149,11 @@ async def claim(
         .execution_options(populate_existing=True)
     )
     return [Claimed(*row) for row in rows]
+
+
+async def lock(session: AsyncSession, webhook_id: UUID) -> None:
+    """Hold a webhook's row until the transaction ends."""
+    await session.execute(select(Webhook.id).where(Webhook.id == webhook_id).with_for_update())
 
 
 async def note_outcome(

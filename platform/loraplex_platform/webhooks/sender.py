@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 from uuid import UUID
 
 import certifi
@@ -102,8 +102,6 @@ class Sender:
             return Outcome(False, None, str(error))
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
             return Outcome(False, None, _words(error))
-        except ssl.SSLError as error:
-            return Outcome(False, None, f"TLS: {error.reason}")
 
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> Outcome:
         timeout = {
@@ -163,8 +161,13 @@ def _trusting_context() -> ssl.SSLContext:
     return context
 
 
-def _words(error: Any) -> str:  # noqa: ANN401 - httpcore's several errors
-    cause = error.__cause__
-    if isinstance(cause, ssl.SSLError):
-        return f"TLS: {cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else cause.reason}"
+def _words(error: BaseException) -> str:
+    """What went wrong, as far as the receiver can mend it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"TLS: {cause.verify_message}"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS: {cause.reason}"
+        cause = cause.__cause__ or cause.__context__
     return str(error)[:200] or type(error).__name__

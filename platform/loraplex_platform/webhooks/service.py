@@ -393,6 +393,9 @@ class Deliverer:
             told = "failed"
             values |= {"next_at": func.now() + timedelta(seconds=wait_s(delivery.tries))}
         async with self._sessions.begin() as session:
+            # The address before its deliveries, as everybody who locks both: switching one off changes all
+            # of its deliveries.
+            await queries.lock(session, webhook.id)
             if not await queries.note_outcome(session, delivery.id, token, values):
                 return
             if is_theirs:
