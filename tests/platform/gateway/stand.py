@@ -258,6 +258,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[str]:
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=2,
     )
     server = Server(config)

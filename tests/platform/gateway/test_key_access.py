@@ -90,9 +90,8 @@ async def test_a_key_does_what_its_scopes_say(stand: Stand) -> None:
 async def test_a_key_calls_what_it_is_granted_and_the_rest_does_not_exist(stand: Stand) -> None:
     async with stand.db.sessions() as session:
         base_id = (await session.scalars(select(BaseModel.id))).one()
-        deployments = dict(
-            (await session.execute(select(Deployment.public_name, Deployment.id))).tuples().all()
-        )
+        found = await session.execute(select(Deployment.public_name, Deployment.id))
+        deployments = {row[0]: row[1] for row in found}
         adapter_id = (
             await session.scalars(
                 select(Adapter.id).where(Adapter.tenant_id == stand.customer.tenant_id)
