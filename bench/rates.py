@@ -145,7 +145,7 @@ def _admission(gateway: RateLimiter, limits: tuple[RateLimit, ...]) -> Work:
             max_completion_tokens=100,
         )
         admission = await gateway.admit(claim, reload)
-        if admission.headers is None or admission.is_degraded:
+        if admission.is_degraded:
             raise RuntimeError("Redis did not answer in time")
         await gateway.release(admission, TokenUse(100, 50))
 

@@ -7,6 +7,7 @@ still held long after its request was closed would be somebody's concurrency, lo
 from __future__ import annotations
 
 import time
+from typing import cast
 from uuid import UUID
 
 from pydantic import SecretStr
@@ -77,6 +78,6 @@ async def _held(redis_url: str) -> set[UUID]:
         seconds, microseconds = await client.time()
         now_us = seconds * 1_000_000 + microseconds
         async for name in client.scan_iter("lpx:{*}:concurrency:*", count=1000):
-            members = await client.zrangebyscore(name, f"({now_us}", "+inf")
-            held.update(UUID(hex=member.decode()) for member in members)
+            live = await client.zrangebyscore(name, f"({now_us}", "+inf")
+            held.update(UUID(hex=member.decode()) for member in cast("list[bytes]", live))
     return held

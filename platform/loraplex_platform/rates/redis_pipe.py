@@ -57,7 +57,7 @@ class RedisPipe:
             retry=Retry(NoBackoff(), 0),
             redis_connect_func=prepare,
         )
-        self._connection = pool.make_connection()
+        self._connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
         self._hanging_s = hanging_s
         self._waiting: list[_Call] = []
         self._worker: asyncio.Task[None] | None = None

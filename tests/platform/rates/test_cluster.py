@@ -60,7 +60,9 @@ def _until_it_serves(client: redis.Redis) -> None:
     while True:
         try:
             if not has_slots:
-                client.execute_command("CLUSTER", "ADDSLOTS", *range(_NUM_SLOTS))
+                client.execute_command(  # type: ignore[no-untyped-call]
+                    "CLUSTER", "ADDSLOTS", *range(_NUM_SLOTS)
+                )
                 has_slots = True
             client.set("x", 1)
         except redis.RedisError:
