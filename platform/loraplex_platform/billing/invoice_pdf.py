@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fpdf import FPDF
 from fpdf.enums import MethodReturnValue, TableBordersLayout, VAlign, XPos, YPos
@@ -105,6 +105,17 @@ class _Pages(FPDF):
         self.set_fallback_fonts([face.name for face in typeface.fallbacks], exact_match=False)
         self.set_text_shaping(use_shaping_engine=True)
         self._use(9)
+
+    def _render_styled_text_line(self, *args: Any, **options: Any) -> bool:  # noqa: ANN401 # fpdf's own
+        # fpdf 2.8 sets the font within a line's own context where the line begins in a fallback font,
+        # and takes it for set after that: the lines below would be drawn in another font's glyphs.
+        if (
+            not self.current_font_is_set_on_page
+            and not options.get("prevent_font_change", False)
+            and self.current_font is not None
+        ):
+            self._out(self._set_font_for_page(self.current_font, self.font_size_pt))
+        return super()._render_styled_text_line(*args, **options)
 
     def close_fonts(self) -> None:
         """fpdf leaves its font files open."""

@@ -100,7 +100,8 @@ def document(*lines: InvoiceLine, **changes: Any) -> Document:
 
 
 def named(name: str) -> Document:
-    return document(customer=invoice().customer | {"name": name})
+    customer = invoice().customer
+    return document(customer=customer | {"name": name, "address": f"{name}\n{customer['address']}"})
 
 
 def pages_of(pdf: bytes) -> list[str]:
@@ -194,6 +195,9 @@ def test_every_script_has_glyphs(script: str) -> None:
     assert typeface.show(name) == name  # no character is missing
     text = text_of(found)
     assert "\ufffd" not in text
+    # What stands below is in its own font again.
+    for below in ("Hauptstraße 1", "10115 Berlin", "Tax ID: DE123456789", "Europe/Berlin", "0.05"):
+        assert below in text
     if script in ("Arabic", "Hebrew"):
         # Set from right to left; whichever order the reader gives, the letters are all there.
         letters = {c for c in name if c.isalpha()}
