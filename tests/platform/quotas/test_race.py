@@ -31,14 +31,22 @@ async def test_no_more_are_admitted_than_the_budget_pays(
         db, customer, "cost", f"{limit_pico // 10**12}.{limit_pico % 10**12:012d}", "month"
     )
 
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as processes:
+    spawn = get_context("spawn")
+    with spawn.Manager() as manager, ProcessPoolExecutor(PROCESSES, spawn) as processes:
+        barrier = manager.Barrier(PROCESSES)
         running = [
             processes.submit(
-                race, serving_url(db_url), customer.tenant_id, customer.key_id, CLIENTS, is_holding
+                race,
+                serving_url(db_url),
+                customer.tenant_id,
+                customer.key_id,
+                CLIENTS,
+                is_holding,
+                barrier,
             )
             for _ in range(PROCESSES)
         ]
-        outcomes = [future.result(timeout=120) for future in running]
+        outcomes = [future.result(timeout=240) for future in running]
 
     admitted = sum(outcome.admitted for outcome in outcomes)
     paid_pico = sum(outcome.paid_pico for outcome in outcomes)

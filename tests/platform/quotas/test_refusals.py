@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -141,14 +142,16 @@ async def test_what_is_not_known_or_no_id_is_not_found(db: Database) -> None:
             await explain(session, "req_1")
 
 
-async def test_old_refusals_and_windows_are_purged_and_what_is_held_never(db: Database) -> None:
-    customer = await add_customer(db)
+async def test_old_refusals_and_windows_are_purged_and_what_is_held_never(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    customer, other = await add_customer(db), await add_customer(db, "globex")
     await set_limit(db, customer, "requests", "1")
     await service.reserve(db.sessions, reservation(customer))
     log = RefusalLog(db.sessions)
     await refused(db, log, customer)
     await log.flush()
-    await set_limit(db, customer, "tokens_in", "1", "month", hard=False)
+    await set_limit(db, other, "tokens_in", "1", "month")
     await run_sql(
         db,
         "update quota_windows set period_start = period_start - interval '2 years',"
@@ -159,4 +162,8 @@ async def test_old_refusals_and_windows_are_purged_and_what_is_held_never(db: Da
         await queries.purge(session)
 
     assert len(await refusals(db)) == 1
+    monkeypatch.setattr(queries, "REFUSALS_KEPT", timedelta(0))
+    async with db.transaction() as session:
+        await queries.purge(session)
+    assert await refusals(db) == []
     assert [(window.metric, window.held) for window in await all_windows(db)] == [("requests", 1)]
