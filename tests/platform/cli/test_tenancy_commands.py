@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from loraplex_platform.errors import (
     DisabledKeyError,
     ExpiredKeyError,
@@ -48,8 +49,23 @@ class Terminal:
         return await authenticate(self.stand.db.sessions, PEPPER, secret)
 
 
+def _drop(*_: object) -> structlog.typing.EventDict:
+    raise structlog.DropEvent
+
+
 @pytest.fixture
-async def terminal(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncIterator[Terminal]:
+def _quiet_server() -> Iterator[None]:
+    """The server is in this process: its log must not be taken for what a command prints."""
+    before = structlog.get_config()
+    structlog.configure(processors=[_drop])
+    yield
+    structlog.configure(**before)
+
+
+@pytest.fixture
+async def terminal(
+    _quiet_server: None, db_url: str, redis_url: str, short_tmp_path: Path
+) -> AsyncIterator[Terminal]:
     async with Stand.open(db_url, redis_url, short_tmp_path) as stand, serving(stand.app) as url:
         yield Terminal(stand, url)
 
