@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from loraplex_platform.cli import app
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from tests.platform.control.stand import ADMIN_KEY, Stand
@@ -50,7 +51,9 @@ async def commands(stand: Stand) -> AsyncIterator[Callable[..., Awaitable[Done]]
         return Done(result.exit_code, result.stdout, result.stderr)
 
     try:
-        yield run
+        # The API's log goes to standard output here, where the command's answer is looked for.
+        with capture_logs():
+            yield run
     finally:
         server.should_exit = True
         await serving

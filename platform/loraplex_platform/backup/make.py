@@ -68,6 +68,7 @@ def make_backup(
     with psycopg.connect(url, application_name="loraplex backup") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
+        _check_owner(connection)
         snapshot = read_snapshot(connection)
         row = connection.execute("select pg_export_snapshot()").fetchone()
         assert row is not None  # noqa: S101 # a function has a value
@@ -110,11 +111,24 @@ def make_backup(
     return made
 
 
+def _check_owner(connection: psycopg.Connection) -> None:
+    row = connection.execute(
+        "select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace"
+        " where n.nspname = current_schema() and c.relkind in ('r', 'p')"
+        " and not pg_has_role(c.relowner, 'USAGE') limit 1"
+    ).fetchone()
+    if row is not None:
+        raise BackupError(
+            f"this login does not own {row[0]}, and so may not see all of it: give the owner's in "
+            "LORAPLEX_DATABASE_URL"
+        )
+
+
 def read_snapshot(connection: psycopg.Connection) -> Snapshot:
     """Read what a backup says of its database, also to compare a restored one with it.
 
     Raises:
-        BackupError: this is no database of ours, or the login may not read all of it.
+        BackupError: this is no database of ours.
     """
 
     def one(statement: str) -> object:
@@ -143,11 +157,6 @@ def read_snapshot(connection: psycopg.Connection) -> Snapshot:
         raise BackupError(
             f"this is no up-to-date database of Loraplex ({error.diag.message_primary}): run "
             "`loraplex migrate` first"
-        ) from error
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise BackupError(
-            f"this login may not read everything ({error.diag.message_primary}): give the owner's in "
-            "LORAPLEX_DATABASE_URL"
         ) from error
 
 

@@ -283,10 +283,11 @@ async def _operation(walk: Walk) -> None:
     walk.ids["name"] = "invariant_runs"
     await walk.step("PUT", "/admin/v1/retention/{name}", json={"keep_days": 30})
     with psycopg.connect(walk.db_url) as connection:
-        for _ in range(2):  # one of them is the newest, which stays
+        for _ in range(2):  # the newest one stays
             connection.execute(
                 "insert into invariant_runs (id, checked_at, checked_by, is_ok, took_ms, report)"
-                " values (gen_random_uuid(), now() - interval '60 days', 'x', true, 1, '{}')"
+                " values (%s, now() - interval '60 days', 'x', true, 1, '{}')",
+                [uuid7(0)],
             )
     await walk.step("POST", "/admin/v1/retention/runs")
     await walk.step("POST", "/admin/v1/invariants")

@@ -251,7 +251,7 @@ async def test_the_audit_log_is_cut_at_its_old_end_and_the_rest_stays_proven(wor
 
     assert done["audit_log"] == 3
     left = {row[0] for row in world.owner("select object_id from audit_log")}
-    assert left == {"c", "audit_log"}
+    assert left == {"c", "audit_log", "requests"}, "what retention did is in it too"
     await write("d", tenant_id)
     report = await check_invariants(world.db.sessions)
     assert [check.name for check in report.checks if not check.ok] == []
@@ -290,7 +290,7 @@ async def test_done_deliveries_old_sessions_and_old_checks_go(world: World) -> N
 
     done = await retention.clean(world.db.sessions, SYSTEM)
 
-    assert done == {"webhook_deliveries": 1, "invariant_runs": 2}
+    assert done == {"requests": 1, "webhook_deliveries": 1, "invariant_runs": 2}
     left = {row[0] for row in world.owner("select status from webhook_deliveries")}
     assert left == {"pending", "failed"}
 
