@@ -21,8 +21,8 @@ select loraplex_midnight(:first_day, :zone) as period_start,
     loraplex_midnight(:next_month, :zone) as period_end, now() as now
 """)
 
-# Usage of the month, and of earlier ones what no final invoice has yet: late requests, and those of
-# months that were never invoiced. A unit costs the same always, for its book is part of its line, so
+# Usage of the month, and of earlier ones what no invoice before this one has yet: late requests, and those
+# of months that were never invoiced. (Earlier drafts are finalised first, and made again then.) A unit costs the same always, for its book is part of its line, so
 # quantities are enough to tell what is left.
 _USAGE_LINES = text(f"""
 with {USAGE_SOURCE}, spent as (
@@ -48,8 +48,8 @@ with {USAGE_SOURCE}, spent as (
     select l.deployment_id, l.model, l.adapter_version_id, l.price_book_id, l.price_class,
         sum(l.quantity) as quantity
     from invoices i join invoice_lines l on l.invoice_id = i.id
-    where i.tenant_id = :tenant and i.kind = 'invoice' and i.status = 'final'
-        and l.section in ('usage', 'earlier')
+    where i.tenant_id = :tenant and i.kind = 'invoice' and i.status <> 'void'
+        and i.period_start < :period_start and l.section in ('usage', 'earlier')
     group by l.deployment_id, l.model, l.adapter_version_id, l.price_book_id, l.price_class
 ), lines as (
     select c.*, c.quantity - case when c.is_current then 0 else coalesce(i.quantity, 0) end as units
@@ -72,7 +72,7 @@ order by l.is_current desc, l.model, a.name nulls first, v.version, l.deployment
     b.effective_from, b.id, l.class_no
 """)  # noqa: S608 # USAGE_SOURCE is ours
 
-# Not yet on a final invoice, whenever they were booked.
+# Not yet on an invoice before this one, whenever they were booked.
 _ADJUSTMENTS = text("""
 select l.entry_id, l.kind, l.seq, l.amount_pico, l.description, l.occurred_at
 from ledger l
@@ -81,7 +81,7 @@ where l.tenant_id = :tenant and l.kind in ('credit', 'debit', 'reversal')
     and not exists (
         select from invoice_lines x join invoices i on i.id = x.invoice_id
         where x.entry_id = l.entry_id and x.entry_kind = l.kind and x.entry_seq = l.seq
-            and i.kind = 'invoice' and i.status = 'final')
+            and i.kind = 'invoice' and i.status <> 'void' and i.period_start < :period_start)
 order by l.occurred_at, l.entry_id
 """)
 
@@ -95,6 +95,7 @@ cross join lateral (
             where i.tenant_id = t.id and i.kind = 'invoice' and i.status <> 'void'),
         date_trunc('month', least(
             (select cast(min(u.day) as timestamp) from usage_daily u where u.tenant_id = t.id),
+            (select cast(min(d.day) as timestamp) from rollup_dirty d where d.tenant_id = t.id),
             (select min(l.occurred_at) at time zone t.billing_tz from ledger l
                 where l.tenant_id = t.id and l.kind in ('credit', 'debit', 'reversal'))))
     ) as first_month
@@ -106,6 +107,8 @@ where span.first_month < span.this_month and (
     months.month = span.this_month - interval '1 month'
     or exists (select from usage_daily u where u.tenant_id = t.id
         and u.day >= months.month and u.day < months.month + interval '1 month')
+    or exists (select from rollup_dirty d where d.tenant_id = t.id
+        and d.day >= months.month and d.day < months.month + interval '1 month')
     or exists (select from ledger l where l.tenant_id = t.id
         and l.kind in ('credit', 'debit', 'reversal')
         and l.occurred_at at time zone t.billing_tz >= months.month
@@ -139,12 +142,15 @@ def next_month(month: date) -> date:
     return date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 
-async def usage_lines(session: AsyncSession, tenant_id: UUID, month: date) -> Sequence[Row[Any]]:
+async def usage_lines(
+    session: AsyncSession, tenant_id: UUID, month: date, period_start: datetime
+) -> Sequence[Row[Any]]:
     """Quantities and unit prices of the month, then of earlier ones."""
     last_day = date.fromordinal(next_month(month).toordinal() - 1)
     parameters = {
         "tenant": tenant_id,
         "month": month,
+        "period_start": period_start,
         "first_day": FIRST_DAY,
         "last_day": last_day,
     }
@@ -152,10 +158,10 @@ async def usage_lines(session: AsyncSession, tenant_id: UUID, month: date) -> Se
 
 
 async def adjustment_lines(
-    session: AsyncSession, tenant_id: UUID, period_end: datetime
+    session: AsyncSession, tenant_id: UUID, period_start: datetime, period_end: datetime
 ) -> Sequence[Row[Any]]:
-    """Credits, debits and reversals that are on no final invoice."""
-    parameters = {"tenant": tenant_id, "period_end": period_end}
+    """Credits, debits and reversals that are on no invoice before this one."""
+    parameters = {"tenant": tenant_id, "period_start": period_start, "period_end": period_end}
     return (await session.execute(_ADJUSTMENTS, parameters)).all()
 
 

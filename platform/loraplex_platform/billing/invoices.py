@@ -266,7 +266,7 @@ async def _compute(
     now: datetime,
 ) -> int:
     """Fill a draft from the books; how many lines it has."""
-    lines = await _lines(session, tenant.id, month, invoice.period_end)
+    lines = await _lines(session, invoice, month)
     profile = await queries.find_profile(session, tenant.id)
     subtotal = sum(line["amount_cents"] for line in lines if line["section"] != "adjustment")
     adjustments = sum(line["amount_cents"] for line in lines if line["section"] == "adjustment")
@@ -292,11 +292,10 @@ async def _compute(
     return len(lines)
 
 
-async def _lines(
-    session: AsyncSession, tenant_id: UUID, month: date, period_end: datetime
-) -> list[dict[str, Any]]:
+async def _lines(session: AsyncSession, invoice: Invoice, month: date) -> list[dict[str, Any]]:
     lines = []
-    for row in await queries.usage_lines(session, tenant_id, month):
+    tenant_id, begins, ends = invoice.tenant_id, invoice.period_start, invoice.period_end
+    for row in await queries.usage_lines(session, tenant_id, month, begins):
         if row.spent_pico != row.priced_pico:
             raise BooksDisagreeError(
                 f"The ledger's amounts ({row.spent_pico} pico-USD) are not its tokens times their prices "
@@ -322,7 +321,7 @@ async def _lines(
                 "entry_seq": None,
             }
         )
-    for row in await queries.adjustment_lines(session, tenant_id, period_end):
+    for row in await queries.adjustment_lines(session, tenant_id, begins, ends):
         amount = int(row.amount_pico)
         lines.append(
             {
