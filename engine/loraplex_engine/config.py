@@ -111,7 +111,7 @@ class EngineConfig:
     max_steps_closed: int = 20  # or when this many steps have admitted nobody
     kv_watermark: float = 0.02  # share of blocks kept free for running rows when admitting
     prefix_cache: bool = True  # keep what was computed and find it again, per tenant and adapter
-    # Of all blocks, what each tenant's cached ones may take while others need room; None: an equal share.
+    # Of all blocks, what each tenant's cached ones may take while others need room; None: by weight.
     prefix_cache_tenant_share: float | None = None
     public_prefix_file: Path | None = None  # prefixes that all tenants share: `kv.public_prefix`
     max_loras: int = 16  # adapter slots: most distinct adapters in a step

@@ -299,7 +299,7 @@ def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
         cache,
         "--prefix-cache-tenant-share",
         "Of all KV blocks, what each tenant's cached ones may take while others need room, 0 to 1; by"
-        " default an equal share.",
+        " default a share by its weight.",
         type=float,
     )
     flag(

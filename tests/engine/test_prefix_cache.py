@@ -49,9 +49,17 @@ class Stand:
         request.status = RequestStatus.FINISHED
         self.kv.free(request.seq)
 
-    def serve(self, prompt: list[int], tenant: str = "t", adapter: str | None = None) -> int:
+    def serve(
+        self,
+        prompt: list[int],
+        tenant: str = "t",
+        adapter: str | None = None,
+        *,
+        weight: float = 1.0,
+    ) -> int:
         """Compute a prompt and be done; how many of its tokens were found."""
         request = self.request(prompt, tenant, adapter)
+        request.generate = msgspec.structs.replace(request.generate, weight=weight)
         found = self.admit(request)
         self.kv.commit(request, request.num_tokens)
         self.finish(request)
@@ -288,6 +296,21 @@ def test_what_a_tenant_holds_beyond_its_share_goes_to_who_needs_it() -> None:
         stand.found([*hot, 1], "victim") == 16
     )  # eight blocks: half of the pool, from the start on
     assert stand.cache._parties["flooder"].num_named == 8
+
+
+def test_a_share_is_by_the_weight_of_the_tenants_newest_request() -> None:
+    stand = make_stand(num_blocks=16)
+    hot = list(range(40, 70))  # fifteen blocks
+    stand.serve(hot, "victim", weight=3.0)
+
+    flood(stand, "flooder", 50)
+
+    assert stand.found([*hot, 1], "victim") == 24  # three quarters: twelve blocks
+    assert stand.cache._parties["flooder"].num_named == 4
+    stand.serve(hot[:2], "victim", weight=1.0)
+    flood(stand, "flooder", 50)
+    assert stand.cache._parties["flooder"].num_named == 8
+    stand.kv.check()
 
 
 def test_among_three_each_keeps_a_third() -> None:

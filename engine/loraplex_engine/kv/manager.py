@@ -451,7 +451,9 @@ class KvManager:
         if self._cache is not None:
             if table.chain is not None:
                 table.num_unnamed += count
-                self._cache.note_unnamed(table.chain.owner, count)
+                request = table.request
+                weight = None if request is None else request.generate.weight
+                self._cache.note_unnamed(table.chain.owner, count, weight=weight)
             missing = count - self._pool.num_listed
             if missing > 0:
                 for block in self._cache.evict(missing):

@@ -32,6 +32,7 @@ class _Party:
 
     num_named: int = 0
     num_unnamed: int = 0  # in tables, not findable
+    weight: float = 1.0  # of its share, beside those of the others
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # least recently used first
 
     @property
@@ -43,8 +44,8 @@ class PrefixCache:
     """All calls are O(blocks named), but `evict`, which is also O(owners).
 
     Args:
-        tenant_share: of all blocks, that each owner may keep; None: an equal part for each owner that
-            has any.
+        tenant_share: of all blocks, that each owner may keep; None: all of them are split among the
+            owners that have any, by the weights of their newest requests.
         publish: is told of each change, in order.
     """
 
@@ -67,6 +68,7 @@ class PrefixCache:
         self._named: dict[int, tuple[BlockName, Owner]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._parties: dict[Owner, _Party] = {}
+        self._total_weight: float | None = None  # of the parties; None: to be counted
         self._expected: dict[BlockName, set[int]] = {}  # who promised each
 
     @property
@@ -120,7 +122,7 @@ class PrefixCache:
         self._block_of[name] = block
         self._named[block] = (name, owner)
         self.note_unnamed(chain.owner, -1)
-        self._parties.setdefault(owner, _Party()).num_named += 1
+        self._party(owner).num_named += 1
         if self._publish is not None:
             self._publish(
                 BlockStored(
@@ -160,13 +162,20 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ use and eviction
 
-    def note_unnamed(self, owner: Owner, change: int) -> None:
-        """So many blocks without a name more (or fewer) are in an owner's tables, or about to be."""
-        party = self._parties.setdefault(owner, _Party())
+    def note_unnamed(self, owner: Owner, change: int, *, weight: float | None = None) -> None:
+        """So many blocks without a name more (or fewer) are in an owner's tables, or about to be.
+
+        Args:
+            weight: the owner's from now on; None: as before.
+        """
+        party = self._party(owner)
+        if weight is not None and party.weight != weight:
+            party.weight = weight
+            self._total_weight = None
         party.num_unnamed += change
         assert party.num_unnamed >= 0, f"{owner} gave back more than it took"
         if not party.num_blocks:
-            del self._parties[owner]
+            self._drop_party(owner)
 
     def note_held(self, block: int) -> None:
         """A named block that was idle is in a table again."""
@@ -182,9 +191,9 @@ class PrefixCache:
         """Take the names from `count` idle blocks, in the order of the module's header."""
         assert count <= len(self._idle), f"{count} to evict, {len(self._idle)} idle"
         over = [
-            (-party.num_blocks, order, owner)
+            (self._share(party) - party.num_blocks, order, owner)
             for order, (owner, party) in enumerate(self._parties.items())
-            if party.num_blocks > self._share()
+            if party.num_blocks > self._share(party)
         ]
         heapify(over)
         evicted: list[int] = []
@@ -193,11 +202,11 @@ class PrefixCache:
             if over:
                 _, order, owner = over[0]
                 party = self._parties.get(owner)
-                if party is None or not party.idle or party.num_blocks <= self._share():
+                if party is None or not party.idle or party.num_blocks <= self._share(party):
                     heappop(over)
                     continue
                 idle = party.idle
-                heapreplace(over, (1 - party.num_blocks, order, owner))
+                heapreplace(over, (self._share(party) + 1 - party.num_blocks, order, owner))
             block = next(iter(idle))
             self._forget(block)
             evicted.append(block)
@@ -210,19 +219,33 @@ class PrefixCache:
         self._named.clear()
         self._idle.clear()
         self._parties = {
-            owner: _Party(num_unnamed=party.num_unnamed)
+            owner: _Party(num_unnamed=party.num_unnamed, weight=party.weight)
             for owner, party in self._parties.items()
             if party.num_unnamed
         }
+        self._total_weight = None
         if self._publish is not None:
             self._publish(Cleared())
         return blocks
 
-    def _share(self) -> float:
+    def _share(self, party: _Party) -> float:
         """Blocks that an owner keeps while others need room."""
         if self._tenant_share is not None:
             return self._tenant_share * self._num_blocks
-        return self._num_blocks / max(1, len(self._parties))
+        if self._total_weight is None:
+            self._total_weight = sum(party.weight for party in self._parties.values())
+        return self._num_blocks * party.weight / self._total_weight
+
+    def _party(self, owner: Owner) -> _Party:
+        party = self._parties.get(owner)
+        if party is None:
+            party = self._parties[owner] = _Party()
+            self._total_weight = None
+        return party
+
+    def _drop_party(self, owner: Owner) -> None:
+        del self._parties[owner]
+        self._total_weight = None
 
     def _forget(self, block: int) -> None:
         """Take an idle block's name away."""
@@ -233,7 +256,7 @@ class PrefixCache:
         del party.idle[block]
         party.num_named -= 1
         if not party.num_blocks:
-            del self._parties[owner]
+            self._drop_party(owner)
         if self._publish is not None:
             self._publish(BlockRemoved(name=name))
 

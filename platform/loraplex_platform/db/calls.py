@@ -45,7 +45,14 @@ class CallPool:
         self._engine = engine
 
     async def call(self, query: str, parameters: Mapping[str, object]) -> Row:
-        """The statement's one row.
+        """The one row of a statement that has one; raises what `find` does."""
+        row = await self.find(query, parameters)
+        if row is None:
+            raise AssertionError("a call has a row")
+        return row
+
+    async def find(self, query: str, parameters: Mapping[str, object]) -> Row | None:
+        """The statement's first row.
 
         Args:
             query: with %(name)s for parameters; prepared by the server on first use.
@@ -79,14 +86,12 @@ class CallPool:
         """Close all connections."""
         await self._engine.dispose()
 
-    async def _once(self, query: str, parameters: Mapping[str, object]) -> Row:
+    async def _once(self, query: str, parameters: Mapping[str, object]) -> Row | None:
         lent = await self._engine.raw_connection()
         connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_database_engine`
         try:
             cursor = await connection.execute(query, parameters, prepare=True)
             row: Row | None = await cursor.fetchone()
-            if row is None:
-                raise AssertionError("a call has one row")
             return row
         finally:
             if connection.info.transaction_status != TransactionStatus.IDLE:

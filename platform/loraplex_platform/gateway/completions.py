@@ -213,13 +213,10 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:
-    async def find() -> queries.ServedModel | None:
-        async with gateway.sessions() as session:
-            return await queries.find_model(
-                session, caller.tenant_id, gateway.settings.base_model, name
-            )
-
-    model = await within(gateway.settings.database_deadline_s, find())
+    found = queries.find_model(
+        gateway.sessions, caller.tenant_id, gateway.settings.base_model, name
+    )
+    model = await within(gateway.settings.database_deadline_s, found)
     if model is None or not may_call(caller, model):
         raise unknown_model(name)
     return model

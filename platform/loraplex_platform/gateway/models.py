@@ -29,10 +29,9 @@ async def list_models(gateway: ThisGateway, caller: ConfirmedCaller) -> Response
 async def get_model(model_id: str, gateway: ThisGateway, caller: ConfirmedCaller) -> Response:
     """One of them. Ids may hold slashes and colons."""
     require_scope(caller, "models.read")
-    async with gateway.sessions() as session:
-        model = await queries.find_model(
-            session, caller.tenant_id, gateway.settings.base_model, model_id
-        )
+    model = await queries.find_model(
+        gateway.sessions, caller.tenant_id, gateway.settings.base_model, model_id
+    )
     if model is None or not may_call(caller, model):
         raise unknown_model(model_id)
     return _json(encode_json(_shown(model)))

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Select, func, or_, select
+from sqlalchemy import (
+    BindParameter,
+    Select,
+    Text,
+    Uuid,
+    bindparam,
+    func,
+    literal_column,
+    or_,
+    select,
+)
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql.psycopg import dialect as psycopg_dialect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
@@ -21,6 +32,7 @@ from loraplex_platform.db import (
     Tenant,
 )
 from loraplex_platform.db.base import Json
+from loraplex_platform.db.session import SessionFactory
 
 _FALLBACK_SEEN_WITHIN = timedelta(days=1)
 _MAX_REPLICAS = 256
@@ -43,7 +55,7 @@ class ServedModel:
 
 
 def _visible(
-    tenant_id: UUID, base_model: str
+    tenant_id: UUID | BindParameter[UUID], base_model: str | BindParameter[str]
 ) -> Select[str, str, UUID, UUID, UUID | None, str | None, datetime, str, UUID, UUID | None]:
     return (
         select(
@@ -79,19 +91,29 @@ def _visible(
     )
 
 
+def _compile_find() -> tuple[str, dict[str, object]]:
+    """As text for the driver with its constants, once: every request asks this."""
+    statement = (
+        _visible(bindparam("tenant_id", type_=Uuid()), bindparam("base_model", type_=Text()))
+        .where(Deployment.public_name == bindparam("public_name", type_=Text()))
+        .order_by(Deployment.tenant_id.is_(None))
+        .limit(literal_column("1"))
+    )
+    compiled = statement.compile(dialect=psycopg_dialect())
+    return str(compiled), dict(compiled.params)
+
+
+_FIND_MODEL, _CONSTANTS = _compile_find()
+
+
 async def find_model(
-    session: AsyncSession, tenant_id: UUID, base_model: str, public_name: str
+    sessions: SessionFactory, tenant_id: UUID, base_model: str, public_name: str
 ) -> ServedModel | None:
     """The tenant's deployment of that name, else the platform's."""
     if "\0" in public_name:  # Postgres has no such text, so nothing is called that
         return None
-    statement = (
-        _visible(tenant_id, base_model)
-        .where(Deployment.public_name == public_name)
-        .order_by(Deployment.tenant_id.is_(None))
-        .limit(1)
-    )
-    row = (await session.execute(statement)).first()
+    asked = {"tenant_id": tenant_id, "base_model": base_model, "public_name": public_name}
+    row = await sessions.calls.find(_FIND_MODEL, _CONSTANTS | asked)
     return None if row is None else ServedModel(*row)
 
 

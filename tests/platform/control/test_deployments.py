@@ -96,8 +96,7 @@ async def test_an_archived_name_is_gone_and_may_be_used_again(stand: Stand) -> N
     error_of(await stand.admin.delete(f"{path}/pirate"), 404, "not_found")
     assert (await stand.admin.get(path)).json()["data"] == []
     tenant_uuid = parse_id("tenant", tenant["id"])
-    async with stand.db.sessions() as session:
-        assert await find_model(session, tenant_uuid, BASE, "pirate") is None
+    assert await find_model(stand.db.sessions, tenant_uuid, BASE, "pirate") is None
     again = (await stand.admin.put(f"{path}/pirate", json={"version_id": None})).json()
     assert again["id"] != first["id"]
 
@@ -109,10 +108,9 @@ async def test_the_gateway_sees_what_was_deployed_and_the_base(stand: Stand) -> 
     deployed = (await stand.admin.put(path, json={"version_id": version_id})).json()
     tenant_uuid, other_uuid = (parse_id("tenant", t["id"]) for t in (tenant, other))
 
-    async with stand.db.sessions() as session:
-        mine = await find_model(session, tenant_uuid, BASE, "capitals")
-        theirs = await find_model(session, other_uuid, BASE, "capitals")
-        base = await find_model(session, other_uuid, BASE, BASE)
+    mine = await find_model(stand.db.sessions, tenant_uuid, BASE, "capitals")
+    theirs = await find_model(stand.db.sessions, other_uuid, BASE, "capitals")
+    base = await find_model(stand.db.sessions, other_uuid, BASE, BASE)
 
     assert mine is not None
     assert mine.adapter_digest == deployed["revision"]["digest"]

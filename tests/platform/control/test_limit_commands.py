@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+import structlog
 from loraplex_platform.cli import app
 from loraplex_platform.ids import format_id
 from loraplex_platform.metering import service
@@ -14,6 +16,16 @@ from tests.platform.control.stand import ADMIN_KEY, Stand
 from tests.platform.control.test_limits import customer_of
 from tests.platform.control.test_playground import serving
 from tests.support.metering import reservation
+
+
+def _drop(*_: object) -> structlog.typing.EventDict:
+    raise structlog.DropEvent
+
+
+@pytest.fixture(autouse=True)
+def _quiet_server(_logs_as_they_were: None) -> None:
+    """The server is in this process: its log must not be taken for what a command prints."""
+    structlog.configure(processors=[_drop])
 
 
 async def run(url: str, *arguments: str) -> tuple[int, str]:

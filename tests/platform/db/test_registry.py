@@ -88,8 +88,8 @@ async def test_a_revision_without_its_deployments_tenant_is_never_served(
         row = owner.execute("select id from tenants where slug = 'acme'").fetchone()
     assert row is not None
 
+    found = await find_model(db.sessions, row[0], BASE, "ours")
     async with db.sessions() as session:
-        found = await find_model(session, row[0], BASE, "ours")
         shown = await list_models(session, row[0], BASE)
 
     assert found is None
