@@ -6,9 +6,11 @@ a cost is units times price, exactly, and nothing is rounded before an invoice l
 
 from __future__ import annotations
 
+from typing import Final
+
 PICO_PER_USD = 10**12
 PICO_PER_CENT = 10**10
-CURRENCY = "USD"
+CURRENCY: Final = "USD"
 
 
 def format_usd(pico: int) -> str:

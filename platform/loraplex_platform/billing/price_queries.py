@@ -89,7 +89,8 @@ async def lock_periods(session: AsyncSession) -> None:
 
 async def current_book_id(session: AsyncSession) -> UUID | None:
     """The book in force now."""
-    return await session.scalar(_BOOK_NOW)
+    found: UUID | None = await session.scalar(_BOOK_NOW)
+    return found
 
 
 async def now(session: AsyncSession) -> datetime:

@@ -299,15 +299,15 @@ def _conditions(only: UsageFilter, *, prefix: str = "only_") -> dict[str, Any]:
 
 def _row(query: UsageQuery, row: Any) -> UsageRow:  # noqa: ANN401 # a row of _REPORT
     day_format = {"1d": "%Y-%m-%d", "1mo": "%Y-%m"}.get(query.bucket_width)
-    groups = {name: getattr(row, name) if name in query.group_by else None for name in GROUPS}
+    values: dict[str, Any] = {name: int(getattr(row, name)) for name in (*_SUMS, "cost_pico")}
+    for name in GROUPS:
+        values[name] = getattr(row, name) if name in query.group_by else None
     return UsageRow(
         start=row.start,
         end=row.end,
         date=None if day_format is None else row.at.astimezone(UTC).strftime(day_format),
         tenant=row.tenant,
-        **groups,
-        **{name: int(getattr(row, name)) for name in _SUMS},
-        cost_pico=int(row.cost_pico),
+        **values,
     )
 
 
