@@ -34,6 +34,7 @@ EXCEPTIONS = {
     ("POST", "/admin/v1/price-books/{book_id}/quote"): "computes what a request would cost",
     ("POST", f"{TENANT}/playground"): "asks the gateway as a tenant does; its key is audited",
     ("POST", "/login"): "the form of POST /sessions",
+    ("POST", "/join"): "the form of POST /invitations/accept",
     ("POST", "/logout"): "the form of DELETE /sessions/current",
 }
 
