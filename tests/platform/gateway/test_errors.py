@@ -527,7 +527,7 @@ async def test_a_dead_database_is_503_never_401(
     async def fail(*_: object) -> None:
         raise DatabaseUnavailableError
 
-    monkeypatch.setattr("loraplex_platform.gateway.context.authenticate", fail)
+    monkeypatch.setattr("loraplex_platform.gateway.admissions.authenticate", fail)
 
     with pytest.raises(openai.InternalServerError) as caught:
         await stand.client.models.list()
@@ -587,7 +587,9 @@ async def test_the_openapi_page_has_schemas_and_examples(stand: Stand) -> None:
     assert body["examples"]
     assert "ChatCompletion" in document["components"]["schemas"]
     assert {"400", "401", "404", "413", "503"} <= set(chat["responses"])
-    assert "422" not in json.dumps(document["paths"])
+    assert "HTTPValidationError" not in json.dumps(document)
+    assert "Idempotency-Key" in chat["responses"]["422"]["description"]
+    assert "x-ratelimit-remaining-requests" in chat["responses"]["200"]["headers"]
     assert "/metrics" not in document["paths"]
     for name in _refs(document):
         assert name in document["components"]["schemas"]
