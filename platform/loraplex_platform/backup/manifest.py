@@ -107,10 +107,11 @@ def check_sums(folder: Path) -> int:
     Raises:
         BackupError: one is missing, changed, or not listed.
     """
+    listed: dict[str, str] = {}
     try:
-        listed = dict(
-            reversed(line.split("  ", 1)) for line in (folder / SUMS).read_text().splitlines()
-        )
+        for line in (folder / SUMS).read_text().splitlines():
+            digest, name = line.split("  ", 1)
+            listed[name] = digest
     except (OSError, ValueError) as error:
         raise BackupError(f"{folder / SUMS} cannot be read: {error}") from error
     found = set(_files(folder))

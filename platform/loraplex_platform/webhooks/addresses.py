@@ -100,7 +100,7 @@ class AddressRules:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
+        addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         # All of them: a name that also points inside was made to.
         if not addresses or not all(self.allows(address) for address in addresses):
             raise ForbiddenAddressError("the host is not on the public internet")

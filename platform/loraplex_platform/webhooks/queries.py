@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, any_, func, or_, select, text, update
+from sqlalchemy import ColumnElement, Select, any_, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -85,7 +85,7 @@ async def count(session: AsyncSession, tenant_id: UUID | None) -> int:
 
 async def listeners(session: AsyncSession, topic: str, tenant_id: UUID | None) -> Sequence[UUID]:
     """Whom an event concerns: the tenant's webhooks of that topic, and the operator's."""
-    is_concerned = Webhook.tenant_id.is_(None)
+    is_concerned: ColumnElement[bool] = Webhook.tenant_id.is_(None)
     if tenant_id is not None:
         is_concerned = or_(is_concerned, Webhook.tenant_id == tenant_id)
     statement = select(Webhook.id).where(

@@ -111,7 +111,11 @@ class Sender:
             "pool": TOTAL_TIMEOUT_S,
         }
         async with self._pool.stream(
-            "POST", url, headers=headers, content=body, extensions={"timeout": timeout}
+            "POST",
+            url,
+            headers=list(headers.items()),
+            content=body,
+            extensions={"timeout": timeout},
         ) as response:
             size = 0
             async for chunk in response.aiter_stream():
