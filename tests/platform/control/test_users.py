@@ -46,7 +46,7 @@ async def test_a_session_is_a_cookie_that_no_script_can_read(stand: Stand) -> No
     current = await client.get("/admin/v1/sessions/current")
 
     assert current.status_code == 200
-    assert set(current.json()) == {"object", "user", "expires_at"}
+    assert set(current.json()) == {"object", "user", "memberships", "expires_at"}
     assert current.json()["user"]["role"] == "admin"
     again = await client.post("/admin/v1/sessions", json=FORM)
     cookie = again.headers["set-cookie"]
