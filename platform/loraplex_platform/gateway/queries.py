@@ -99,7 +99,7 @@ def _compile_find() -> tuple[str, dict[str, object]]:
         .order_by(Deployment.tenant_id.is_(None))
         .limit(literal_column("1"))
     )
-    compiled = statement.compile(dialect=psycopg_dialect())
+    compiled = statement.compile(dialect=psycopg_dialect())  # type: ignore[no-untyped-call] # SQLAlchemy's
     return str(compiled), dict(compiled.params)
 
 

@@ -152,11 +152,14 @@ def _attempt_columns(usage: AttemptUsage, account: Split) -> dict[str, object]:
 
 def read_blocking(blocking: Mapping[str, Any]) -> Blocking:
     """As `loraplex_reserve` made it."""
-    ids = {name: UUID(blocking[name]) for name in ("limit_id", "scope_id")}
-    rest = {
-        name: value for name, value in blocking.items() if name not in ids and name != "resets_at"
+    fields = {
+        **blocking,
+        "limit_id": UUID(blocking["limit_id"]),
+        "scope_id": UUID(blocking["scope_id"]),
+        "resets_at_s": blocking["resets_at"],
     }
-    return Blocking(**ids, **rest, resets_at_s=blocking["resets_at"])
+    del fields["resets_at"]
+    return Blocking(**fields)
 
 
 async def call_in(session: AsyncSession, statement: str, parameters: dict[str, object]) -> Any:  # noqa: ANN401 # a row of the statement's
