@@ -98,7 +98,7 @@ def test_every_secret_is_required_and_listed_in_the_example(compose: dict[str, A
         if line and not line.startswith("#")
     )
 
-    assert len(secret_names) == 9
+    assert len(secret_names) == 10
     assert {variables[name] for name in secret_names} == {":?"}
     assert example == dict.fromkeys({*secret_names, "LORAPLEX_ADMIN_EMAIL"}, "")
     # No value stands in the file itself.

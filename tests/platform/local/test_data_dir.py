@@ -136,7 +136,7 @@ def test_secrets_are_made_once_and_never_shown(tmp_path: Path) -> None:
 
     assert first == second
     assert mode(path) == 0o600
-    assert len(set(json.loads(path.read_text()).values())) == 6
+    assert len(set(json.loads(path.read_text()).values())) == 7
     assert first.admin_key.startswith("lpx_ak_")
     secret_values = (
         *(first.key_pepper, first.salt_key, first.session_key),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from loraplex_platform.cli import app
 from loraplex_platform.db.session import Database
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariant_runs import check_and_keep, find_last, report_of
 from loraplex_platform.metering.invariants import check_invariants
-from typer.testing import CliRunner
 
 from tests.support.metering import add_customer, reservation, settlement
 from tests.support.postgres import serving_url
@@ -23,10 +24,16 @@ if TYPE_CHECKING:
 
 
 def reconcile(url: str, *arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(
-        app, ["reconcile", *arguments], env={"LORAPLEX_DATABASE_URL": url, "COLUMNS": "300"}
+    # A process of its own: it sets up logging for all of it.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    result = subprocess.run(
+        [sys.executable, "-m", "loraplex_platform.cli", "reconcile", *arguments],
+        env=clean | {"LORAPLEX_DATABASE_URL": url, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return result.exit_code, result.stdout, result.stderr
+    return result.returncode, result.stdout, result.stderr
 
 
 async def settled(db: Database) -> None:
@@ -86,12 +93,10 @@ def test_what_cannot_be_told_exits_with_two(postgres_server: PostgresServer) -> 
 
 
 def test_without_a_database_it_says_what_to_give(tmp_path: object) -> None:
-    result = CliRunner().invoke(
-        app, ["reconcile", "--data-dir", str(tmp_path)], env={"LORAPLEX_DATABASE_URL": ""}
-    )
+    code, _, err = reconcile("", "--data-dir", str(tmp_path))
 
-    assert result.exit_code == 2
-    assert "LORAPLEX_DATABASE_URL" in result.stderr
+    assert code == 2
+    assert "LORAPLEX_DATABASE_URL" in err
 
 
 async def test_a_kept_report_reads_back_as_it_was(db: Database, db_url: str) -> None:
