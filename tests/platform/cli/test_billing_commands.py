@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform.cli.test_tenancy_commands import Terminal
+from tests.platform.cli.test_tenancy_commands import (
+    Terminal,
+    _quiet_server,  # noqa: F401 # a fixture
+)
 from tests.platform.control.stand import Stand
 from tests.platform.control.test_playground import serving
 from tests.support.billing import add_usage, first_of, month_ago
 from tests.support.metering import add_customer
+
+pytestmark = pytest.mark.usefixtures("_quiet_server")
 
 
 @pytest.fixture
