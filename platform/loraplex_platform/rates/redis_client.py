@@ -74,11 +74,6 @@ class DeadlineRedis:
         """The run of the server that we are connected to; empty before the first call."""
         return self._epoch
 
-    @property
-    def is_away(self) -> bool:
-        """Whether calls are held back at present."""
-        return self._breaker.is_open
-
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:  # noqa: ANN401 # a reply of Redis
         """The script's reply.
 
