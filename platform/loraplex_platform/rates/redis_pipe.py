@@ -111,7 +111,7 @@ class RedisPipe:
         try:
             async with asyncio.timeout(self._hanging_s):
                 if not connection.is_connected:
-                    await connection.connect()
+                    await connection.connect()  # type: ignore[no-untyped-call]
                 packed = connection.pack_commands([words for words, _ in batch])
                 await connection.send_packed_command(packed, check_health=False)
                 for _, answer in batch:
