@@ -749,7 +749,18 @@ CREATE FUNCTION loraplex_settle(
         IF cardinality(r.windows) > 0 THEN
             IF is_paid THEN
                 PERFORM loraplex_turn_windows(r, 1, p_prompt, p_billed, amount_pico);
-                PERFORM loraplex_fire_alerts(r.windows);
+                -- As a rule there is none to fire, and looking is cheaper than firing.
+                PERFORM 1 FROM quota_windows q
+                    JOIN limits l USING (scope_kind, scope_id, metric, period, window_s)
+                    CROSS JOIN unnest(l.alert_pct) AS a (pct)
+                    WHERE q.id = ANY (r.windows)
+                        AND (q.period = 'rolling' OR (q.committed * 100 >= l.value * a.pct
+                            AND NOT EXISTS (SELECT FROM alerts_fired f WHERE f.limit_id = l.id
+                                AND f.period_start = q.period_start AND f.pct = a.pct)))
+                    LIMIT 1;
+                IF FOUND THEN
+                    PERFORM loraplex_fire_alerts(r.windows);
+                END IF;
             ELSE
                 PERFORM loraplex_turn_windows(r, 0, 0, 0, 0);
             END IF;
