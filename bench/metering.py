@@ -257,7 +257,9 @@ async def _gateway(
         "LORAPLEX_GATEWAY_PORT": str(free_port()),
     }
     engine = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.fake_engine", "--address", address
+        sys.executable,
+        *("-m", "tests.support.fake_engine", "--address", address),
+        stdout=asyncio.subprocess.DEVNULL,
     )
     with _log_of(folder).open("wb") as log:
         gateway = await asyncio.create_subprocess_exec(
