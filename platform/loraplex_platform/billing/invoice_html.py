@@ -18,7 +18,7 @@ h3 { font-size: 8.5pt; font-weight: 600; color: #5b6570; margin: 1.6rem 0 .2rem;
 .stamp { border: 2px solid #b3261e; color: #b3261e; border-radius: 4px; padding: .1rem .7rem;
   font-weight: 700; align-self: center; }
 .parties > div { flex: 1 1 16rem; }
-.parties p, .facts td, .lines td { overflow-wrap: anywhere; }
+.parties p, .facts td, .lines td:first-child { overflow-wrap: anywhere; }
 .parties p { margin: 0; }
 table { border-collapse: collapse; width: 100%; }
 .facts { width: auto; margin-top: 1.2rem; }
