@@ -55,6 +55,32 @@ CREATE TABLE invitations (
 CREATE INDEX ix_invitations_tenant_id_id ON invitations (tenant_id, id);
 """
 
+ZONES = """
+-- What Postgres and everybody else mean by the same name. Abbreviations do not: of CET Postgres makes a
+-- fixed offset. A zone that Postgres does not know would fail every settle of the tenant.
+CREATE FUNCTION loraplex_is_zone(zone text) RETURNS boolean
+    LANGUAGE sql STABLE PARALLEL SAFE
+    AS $$
+        SELECT zone = 'UTC' OR (
+            EXISTS (SELECT FROM pg_timezone_names n WHERE n.name = zone)
+            AND NOT EXISTS (SELECT FROM pg_timezone_abbrevs a WHERE a.abbrev = upper(zone)))
+    $$;
+
+CREATE FUNCTION loraplex_guard_zone() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+    BEGIN
+        IF NOT loraplex_is_zone(NEW.billing_tz) THEN
+            RAISE EXCEPTION 'billing_tz: % is not the name of a time zone', quote_literal(NEW.billing_tz)
+                USING ERRCODE = 'check_violation', TABLE = 'tenants', COLUMN = 'billing_tz';
+        END IF;
+        RETURN NEW;
+    END $$;
+
+CREATE TRIGGER tenants_guard_zone BEFORE INSERT OR UPDATE OF billing_tz ON tenants
+    FOR EACH ROW EXECUTE FUNCTION loraplex_guard_zone();
+"""
+
 KEYS = """
 ALTER TABLE api_keys ADD COLUMN owner_user_id UUID;
 ALTER TABLE api_keys ADD CONSTRAINT fk_api_keys_owner_user_id_users
@@ -88,6 +114,9 @@ GRANT SELECT, INSERT, UPDATE ON invitations TO loraplex_app;
 
 # Down: whoever has no platform role or no password cannot exist any more; a disabled key is over.
 DROP = """
+DROP TRIGGER tenants_guard_zone ON tenants;
+DROP FUNCTION loraplex_guard_zone();
+DROP FUNCTION loraplex_is_zone(text);
 DROP TABLE key_model_grants;
 DROP INDEX ix_api_keys_tenant_id_id_active;
 DROP INDEX ix_api_keys_tenant_id_project_id_id;
@@ -114,7 +143,7 @@ ALTER TABLE users ALTER COLUMN platform_role SET NOT NULL;
 
 
 def upgrade() -> None:
-    run_sql(PEOPLE, KEYS)
+    run_sql(PEOPLE, ZONES, KEYS)
 
 
 def downgrade() -> None:

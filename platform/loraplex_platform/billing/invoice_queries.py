@@ -85,9 +85,9 @@ where l.tenant_id = :tenant and l.kind in ('credit', 'debit', 'reversal')
 order by l.occurred_at, l.entry_id
 """)
 
-# Months that are over and have no invoice yet, of everybody who has something to be invoiced.
+# Months of a tenant that are over, have no invoice yet and something to be invoiced.
 _DUE = text("""
-select t.id as tenant_id, cast(months.month as date) as month
+select cast(months.month as date)
 from tenants t
 cross join lateral (
     select date_trunc('month', now() at time zone t.billing_tz) as this_month, coalesce(
@@ -102,7 +102,7 @@ cross join lateral (
 ) as span
 cross join lateral generate_series(
     span.first_month, span.this_month - interval '1 month', interval '1 month') as months (month)
-where span.first_month < span.this_month and (
+where t.id = :tenant and span.first_month < span.this_month and (
     -- The last month also for what may have come late; of older ones those in which something was.
     months.month = span.this_month - interval '1 month'
     or exists (select from usage_daily u where u.tenant_id = t.id
@@ -113,7 +113,7 @@ where span.first_month < span.this_month and (
         and l.kind in ('credit', 'debit', 'reversal')
         and l.occurred_at at time zone t.billing_tz >= months.month
         and l.occurred_at at time zone t.billing_tz < months.month + interval '1 month'))
-order by months.month, t.id
+order by months.month
 """)
 
 
@@ -165,9 +165,9 @@ async def adjustment_lines(
     return (await session.execute(_ADJUSTMENTS, parameters)).all()
 
 
-async def months_due(session: AsyncSession) -> Sequence[Row[Any]]:
-    """(tenant_id, month), the oldest first."""
-    return (await session.execute(_DUE)).all()
+async def months_due(session: AsyncSession, tenant_id: UUID) -> Sequence[date]:
+    """Months to draft an invoice of, the oldest first."""
+    return (await session.scalars(_DUE, {"tenant": tenant_id})).all()
 
 
 async def find_invoice(

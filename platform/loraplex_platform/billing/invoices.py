@@ -17,13 +17,15 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import structlog
+from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import SYSTEM, Actor, record
 from loraplex_platform.billing import invoice_queries as queries
 from loraplex_platform.billing.money import CURRENCY, format_cents, round_half_even, to_cents
 from loraplex_platform.db import BillingProfile, Invoice, OutboxMessage, Tenant
-from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.errors import ConflictError, NotFoundError, PlatformError
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.settings import IssuerSettings
@@ -447,16 +449,30 @@ class InvoiceWorker:
     finalize_after: timedelta | None
 
     async def run_once(self) -> int:
-        """How many invoices were drafted or finalised."""
+        """How many invoices were drafted or finalised.
+
+        Raises:
+            DatabaseUnavailableError: the rest waits for the next round.
+        """
         async with self.sessions() as session:
-            due = [(row.tenant_id, row.month) for row in await queries.months_due(session)]
+            tenant_ids = list(await session.scalars(select(Tenant.id).order_by(Tenant.id)))
         count = 0
-        for tenant_id, month in due:
+        for tenant_id in tenant_ids:
             try:
-                count += await self._draft(tenant_id, month)
-            except PlatformError as error:  # one tenant's trouble is not everybody's
-                log.error("invoice_not_drafted", tenant_id=str(tenant_id), reason=error.message)
+                count += await self._draft_due(tenant_id)
+            except DatabaseUnavailableError:
+                raise
+            except (PlatformError, DBAPIError) as error:  # one tenant's trouble is not everybody's
+                log.error("invoice_not_drafted", tenant_id=str(tenant_id), reason=_reason(error))
         return count + await self._finalize()
+
+    async def _draft_due(self, tenant_id: UUID) -> int:
+        async with self.sessions() as session:
+            months = await queries.months_due(session, tenant_id)
+        count = 0
+        for month in months:
+            count += await self._draft(tenant_id, month)
+        return count
 
     async def _draft(self, tenant_id: UUID, month: date) -> bool:
         async with self.sessions() as session:
@@ -484,6 +500,12 @@ class InvoiceWorker:
                 async with self.sessions.begin() as session:
                     await finalize(session, SYSTEM, self.issuer, invoice_id)
                 count += 1
-            except PlatformError as error:
-                log.error("invoice_not_final", invoice_id=str(invoice_id), reason=error.message)
+            except DatabaseUnavailableError:
+                raise
+            except (PlatformError, DBAPIError) as error:
+                log.error("invoice_not_final", invoice_id=str(invoice_id), reason=_reason(error))
         return count
+
+
+def _reason(error: PlatformError | DBAPIError) -> str:
+    return error.message if isinstance(error, PlatformError) else str(error.orig)

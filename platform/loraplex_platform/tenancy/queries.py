@@ -10,7 +10,15 @@ from sqlalchemy import Select, exists, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.db import ApiKey, Project, Request, Tenant
+from loraplex_platform.db import (
+    ApiKey,
+    Invoice,
+    LedgerEntry,
+    Project,
+    Request,
+    Tenant,
+    UsageDaily,
+)
 
 
 def all_tenants() -> Select[Tenant]:
@@ -50,9 +58,15 @@ async def update_tenant(session: AsyncSession, tenant_id: UUID, values: dict[str
     await session.execute(statement)
 
 
+async def is_zone(session: AsyncSession, name: str) -> bool:
+    """Whether the database means by this name what everybody means by it (migration 0003)."""
+    return bool(await session.scalar(select(func.loraplex_is_zone(name))))
+
+
 async def has_requests(session: AsyncSession, tenant_id: UUID) -> bool:
-    """Whether the tenant has ever asked for anything."""
-    statement = select(exists().where(Request.tenant_id == tenant_id))
+    """Whether anything of the tenant was ever counted in days and months; that outlives its requests."""
+    counted = (Request, LedgerEntry, UsageDaily, Invoice)
+    statement = select(or_(*(exists().where(table.tenant_id == tenant_id) for table in counted)))
     return bool(await session.scalar(statement))
 
 

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.control.etag import check_version
 from loraplex_platform.db import Project, Tenant
-from loraplex_platform.errors import ConflictError, NotFoundError
+from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.tenancy import queries
 from loraplex_platform.tenancy.schemas import NewTenant
@@ -33,7 +33,9 @@ async def create_tenant(session: AsyncSession, actor: Actor, new: NewTenant) -> 
 
     Raises:
         ConflictError: the slug is taken.
+        InvalidRequestError: the database does not know the time zone.
     """
+    await _check_zone(session, new.billing_tz)
     tenant = Tenant(id=uuid7(), slug=new.slug, name=new.name or new.slug, billing_tz=new.billing_tz)
     if not await queries.insert_tenant(session, tenant):
         raise ConflictError(f"slug: {new.slug!r} is taken; choose another one.", param="slug")
@@ -63,6 +65,7 @@ async def update_tenant(
         NotFoundError: no such tenant.
         VersionConflictError: it is not the version of If-Match.
         ConflictError: days and months are being billed by its time zone already.
+        InvalidRequestError: the database does not know the time zone.
     """
     tenant = await _lock_tenant(session, tenant_id)
     before = {
@@ -80,6 +83,8 @@ async def update_tenant(
             f"{tenant.billing_tz} already. It can only be set before the first one.",
             param="billing_tz",
         )
+    if "billing_tz" in wanted:
+        await _check_zone(session, wanted["billing_tz"])
     await queries.update_tenant(session, tenant_id, wanted)
     record(
         session,
@@ -92,6 +97,15 @@ async def update_tenant(
         after=wanted,
     )
     return await _lock_tenant(session, tenant_id)
+
+
+async def _check_zone(session: AsyncSession, name: str) -> None:
+    if not await queries.is_zone(session, name):
+        raise InvalidRequestError(
+            f"billing_tz: {name!r} does not mean the same everywhere. Name a place, such as "
+            "Europe/Berlin, or UTC.",
+            param="billing_tz",
+        )
 
 
 async def set_status(

@@ -13,10 +13,12 @@ from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.billing import adjustments, invoices
 from loraplex_platform.billing import invoice_queries as queries
 from loraplex_platform.billing.invoices import InvoiceWorker, IssuerUnknownError
+from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db import Invoice, InvoiceLine, OutboxMessage, Tenant
 from loraplex_platform.errors import ConflictError
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.settings import IssuerSettings
+from loraplex_platform.tenancy import service as tenancy
 from psycopg import errors
 from sqlalchemy import select
 
@@ -196,6 +198,47 @@ async def test_the_worker_drafts_what_is_over_and_finalises_in_order(
     assert {item.number for item in found} == {f"INV-00000{n}" for n in (1, 2, 3)}
     assert idle.tenant_id not in {item.tenant_id for item in found}
     await sound(db)
+
+
+async def test_one_tenants_database_error_leaves_the_others_their_invoices(
+    db: Database, db_url: str
+) -> None:
+    first, broken, last = [await add_customer(db, name) for name in ("first", "broken", "last")]
+    for customer in (first, broken, last):
+        add_usage(db_url, customer, month_ago(1))
+    # As when an upgrade of the server drops a zone.
+    as_owner(db_url, "alter table tenants disable trigger tenants_guard_zone")
+    set_zone(db_url, broken, "Mars/Olympus")
+
+    assert await InvoiceWorker(db.sessions, ISSUER, timedelta(0)).run_once() == 4
+    async with db.sessions() as session:
+        found = list(await session.scalars(select(Invoice)))
+    assert {item.tenant_id for item in found} == {first.tenant_id, last.tenant_id}
+
+
+async def test_the_zone_stays_when_retention_has_taken_the_requests(
+    db: Database, db_url: str
+) -> None:
+    acme = await add_customer(db)
+    add_usage(db_url, acme, month_ago(1))
+    await draft(db, acme, first_of(month_ago(1)))
+    counted = ("requests", "ledger", "usage_daily", "invoices")
+    await RollupWorker(db.sessions).run_once()
+    as_owner(db_url, "alter table ledger disable trigger user")
+    as_owner(db_url, "delete from attempts")
+    as_owner(db_url, "delete from invoice_lines")
+    for table in counted:
+        async with db.transaction() as session:
+            with pytest.raises(ConflictError, match="billing_tz"):
+                await tenancy.update_tenant(
+                    session, SYSTEM, acme.tenant_id, {"billing_tz": "Asia/Tokyo"}, None
+                )
+        as_owner(db_url, f"delete from {table}")  # any one of those that are left is enough
+    async with db.transaction() as session:
+        changed = await tenancy.update_tenant(
+            session, SYSTEM, acme.tenant_id, {"billing_tz": "Asia/Tokyo"}, None
+        )
+    assert changed.billing_tz == "Asia/Tokyo"
 
 
 async def test_numbers_have_no_gap_though_many_finalise_and_some_fail(

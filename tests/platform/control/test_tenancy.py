@@ -9,6 +9,7 @@ import pytest
 from loraplex_platform.errors import TenantSuspendedError
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.tenancy.authentication import authenticate
+from sqlalchemy.exc import IntegrityError
 
 from tests.platform.control.stand import Stand, error_of
 from tests.support.metering import PEPPER, run_sql
@@ -123,7 +124,8 @@ async def test_a_tenants_zone_is_set_before_its_first_request_only(stand: Stand)
 
     changed = await stand.admin.patch(path, json={"billing_tz": "Asia/Kolkata"})
     assert changed.json()["billing_tz"] == "Asia/Kolkata"
-    for bad in ("Mars/Olympus", "", "+02:00", "europe/berlin", 7, None):
+    # Python and Postgres must both know it, and mean the same by it: CET is an offset in Postgres.
+    for bad in ("Mars/Olympus", "", "+02:00", "europe/berlin", 7, None, "localtime", "CET", "WET"):
         refused = await stand.admin.patch(path, json={"billing_tz": bad})
         assert error_of(refused, 400, "invalid_request")["param"] == "billing_tz"
     await run_sql(
@@ -136,6 +138,21 @@ async def test_a_tenants_zone_is_set_before_its_first_request_only(stand: Stand)
     )
     refused = await stand.admin.patch(path, json={"billing_tz": "UTC"})
     assert error_of(refused, 409, "conflict")["param"] == "billing_tz"
+
+
+@pytest.mark.parametrize("zone", ["localtime", "MET", "Mars/Olympus", "posixrules", ""])
+async def test_no_zone_that_settles_would_stumble_over_is_stored_whoever_writes_it(
+    stand: Stand, zone: str
+) -> None:
+    answer = await stand.admin.post("/admin/v1/tenants", json={"slug": "new", "billing_tz": zone})
+    assert error_of(answer, 400, "invalid_request")["param"] == "billing_tz"
+    await stand.tenant("acme")
+    for statement in (
+        "update tenants set billing_tz = :zone",
+        "insert into tenants (id, slug, name, billing_tz) values (gen_random_uuid(), 'b', 'b', :zone)",
+    ):
+        with pytest.raises(IntegrityError, match="billing_tz"):
+            await run_sql(stand.db, statement, zone=zone)
 
 
 async def test_a_suspended_tenant_is_refused_until_it_is_active_again(stand: Stand) -> None:
