@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -39,3 +40,27 @@ async def test_nothing_is_lost_doubled_or_overspent(world: World, case: Case) ->
 
     assert verdict.is_right, verdict
     assert verdict.recovery_s <= case.recovers_s, verdict
+
+
+# The last one: what is forged is counted in other tables as well by then.
+async def test_a_lost_or_forged_bill_is_noticed(world: World) -> None:
+    """Else all the others prove nothing."""
+    await world.new_customer()
+    async with world.gateway() as gateway:
+        answers = [await world.ask(gateway, is_stream=is_stream) for is_stream in (False, True)]
+    forge = "update ledger set completion_tokens = completion_tokens + %s where entry_id = %s"
+
+    assert (await world.judge(answers)).is_right
+    with world.owner() as owner:
+        owner.execute(forge, (1, answers[0].request_id))
+    forged = await world.judge(answers)
+    with world.owner() as owner:
+        owner.execute(forge, (-1, answers[0].request_id))
+
+    assert not forged.is_right
+    assert forged.num_lost == 1
+    assert any(name.startswith("ledger_equals_attempts") for name in forged.broken_invariants)
+    world.limit = 1
+    assert (await world.judge(answers)).overspend > 0
+    never = dataclasses.replace(answers[0], request_id=None)
+    assert (await world.judge([never])).num_lost == 1

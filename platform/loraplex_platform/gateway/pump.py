@@ -101,6 +101,7 @@ class Pump:
     _choices: list[Choice] = field(init=False)
     _first_token_s: float | None = field(default=None, init=False)
     _stream: EngineStream | None = field(default=None, init=False)
+    _lease_ends_s: float = field(default=0.0, init=False)  # monotonic
     _is_abandoned: bool = field(default=False, init=False)
     _is_dispatched: bool = field(default=False, init=False)  # the engine may know of it
     _has_aborted: bool = field(default=False, init=False)
@@ -222,6 +223,7 @@ class Pump:
                 lease_s=self.lease_s,
             ),
         )
+        self._lease_ends_s = time.monotonic() + self.lease_s  # or later: it begins in the database
         # Should it come true after all, the sweeper lets go of it when its lease is over.
         reserved = await within(self.database_deadline_s, reserving)
         self.lease_token = reserved.lease_token
@@ -266,6 +268,12 @@ class Pump:
             if self._is_unwanted:
                 return self._void(self._killed_by or AbandonedError("The client is gone."))
             self.failpoints.hit("before_dispatch")
+            try:
+                if not await self._holds_lease():
+                    self.lose_lease()
+                    continue
+            except UnavailableError as error:
+                return self._void(error)
             self._is_dispatched = True
             try:
                 self._stream = await self.replica.client.generate(self._message())
@@ -283,6 +291,21 @@ class Pump:
                 )
                 return self._fault(lost, "lost", "observed")
             return None
+
+    async def _holds_lease(self) -> bool:
+        """Whether the request is still ours.
+
+        A process that had no time for it until its lease was over may find it void, and what it held of
+        a quota given to others: then it must not run.
+        """
+        renewal = self.renewal
+        if renewal is None or time.monotonic() < self._lease_ends_s:
+            return True
+        ends_s = time.monotonic() + self.lease_s
+        renewing = metering.renew(self.sessions, [renewal], lease_s=self.lease_s)
+        lost = await within(self.database_deadline_s, renewing)
+        self._lease_ends_s = ends_s
+        return not lost
 
     async def _reroute(self, refused_by: set[str]) -> bool:
         """Choose another replica and note it, so that the sweeper would ask the right one."""

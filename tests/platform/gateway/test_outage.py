@@ -6,11 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from loraplex_platform.db import Request
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.gateway.app import open_gateway
+from loraplex_platform.gateway.failpoints import Failpoints, Point
 from loraplex_platform.gateway.spool import SpoolFolderError
 from loraplex_platform.metering import service as metering
+from sqlalchemy import select
 
 from tests.platform.gateway.stand import BASE, Stand, eventually, says, settings_for
 
@@ -80,6 +84,33 @@ async def test_an_answer_is_told_kept_and_billed_after(
             "stop",
         )
         assert (attempt.source, entry.account) == ("terminal", "revenue")
+        await stand.check_books()
+
+
+async def test_a_request_whose_lease_was_taken_over_meanwhile_is_not_run(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    """Else it would use what its tenant's budget has given to another by then."""
+
+    class Stall(Failpoints):
+        def hit(self, point: Point) -> None:
+            if point == "before_dispatch":
+                time.sleep(1.1)
+                with psycopg.connect(db_url) as owner:  # as the sweeper does
+                    owner.execute("update requests set lease_token = lease_token + 1")
+
+    async with Stand.open(db_url, redis_url, short_tmp_path, request_lease_s=1.0) as stand:
+        stand.gateway.failpoints = Stall()
+        stand.engine.script = says("never said")
+
+        answer = await stand.http().post(CHAT, json=_BODY)
+
+        assert answer.status_code == 503
+        assert stand.generated == []
+        async with stand.db.sessions() as session:
+            [request] = (await session.scalars(select(Request))).all()
+        assert (request.state, request.lease_token) == ("reserved", 2)
+        await metering.void(stand.db.sessions, request.id, 2, voided_by="sweeper")
         await stand.check_books()
 
 
