@@ -194,6 +194,8 @@ def _translate(context: ExceptionContext) -> None:
     """Raise our error instead of one that means "not there"; all others stay what they are."""
     if context.is_pre_ping:
         return  # the pool itself replaces the stale connection
+    if not isinstance(context.original_exception, Exception):
+        return  # somebody cancelled the task: that is no word about the server, and must not be lost
     if context.is_disconnect or means_unavailable(context.original_exception):
         raise DatabaseUnavailableError
 

@@ -71,6 +71,10 @@ class Loop:
                 self.metrics.last_success.labels(self.name).set_to_current_time()
             finally:
                 self._round_began_s = None
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # Whoever turned the cancellation into another error must not keep the worker alive.
+                raise asyncio.CancelledError
             self.metrics.rounds.labels(self.name).inc()
             if failures:
                 self.metrics.failures.labels(self.name).inc()
