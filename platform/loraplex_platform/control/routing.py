@@ -22,6 +22,7 @@ from loraplex_platform.control.idempotency import Idempotency
 from loraplex_platform.control.permissions import Action, Reach, action_of
 from loraplex_platform.control.schemas import ERROR_RESPONSES
 from loraplex_platform.db.tenant_scope import enter_tenants, leave_tenants
+from loraplex_platform.db.transactions import retry_lost_races
 from loraplex_platform.rates.versions import tell_gateways
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -83,9 +84,13 @@ class AdminRoute(GuardedRoute):
                 sessions = get_context(request).sessions
                 keyed = Idempotency.of(sessions, principal.name, request)
             if keyed is None:
-                return await in_transaction(request, handle)
+                return await in_transaction(request, handle, is_repeatable=True)
             return await run_once(
-                request, keyed, hashlib.sha256(body).digest(), lambda: handle(request)
+                request,
+                keyed,
+                hashlib.sha256(body).digest(),
+                lambda: handle(request),
+                is_repeatable=True,
             )
 
         return handle_for_principal
@@ -120,9 +125,31 @@ async def _identify(request: Request, action: Action) -> Principal:
 
 
 async def in_transaction(
-    request: Request, handle: Handler, *, keyed: Idempotency | None = None
+    request: Request,
+    handle: Handler,
+    *,
+    keyed: Idempotency | None = None,
+    is_repeatable: bool = False,
 ) -> Response:
-    """Run `handle` with `request.state.session`; commit unless it failed."""
+    """Run `handle` with `request.state.session`; commit unless it failed.
+
+    Args:
+        is_repeatable: all that `handle` changes is rolled back with the transaction, and the body is
+            in memory: it is run again where the transaction has lost a race.
+    """
+
+    async def attempt() -> Response:
+        return await _run_transaction(request, handle, keyed)
+
+    response = await (retry_lost_races(attempt) if is_repeatable else attempt())
+    if request.method not in ("GET", "HEAD"):
+        await tell_gateways(get_context(request).versions)
+    return response
+
+
+async def _run_transaction(
+    request: Request, handle: Handler, keyed: Idempotency | None
+) -> Response:
     async with get_context(request).sessions() as session:
         request.state.session = session
         reach: Reach = request.state.reach
@@ -138,8 +165,6 @@ async def in_transaction(
             if keyed is not None:
                 await keyed.finish(session, response)
             await session.commit()
-    if request.method not in ("GET", "HEAD"):
-        await tell_gateways(get_context(request).versions)
     return response
 
 
@@ -148,8 +173,10 @@ async def run_once(
     keyed: Idempotency,
     fingerprint: bytes,
     operation: Callable[[], Awaitable[Response]],
+    *,
+    is_repeatable: bool = False,
 ) -> Response:
-    """`operation` in a transaction, or its earlier reply."""
+    """`operation` in a transaction, or its earlier reply. `is_repeatable`: see `in_transaction`."""
     replay = await keyed.begin(fingerprint)
     if replay is not None:
         return replay
@@ -159,7 +186,7 @@ async def run_once(
         async def handle(_: Request) -> Response:
             return await operation()
 
-        response = await in_transaction(request, handle, keyed=keyed)
+        response = await in_transaction(request, handle, keyed=keyed, is_repeatable=is_repeatable)
         is_done = response.status_code < 400
     finally:
         if not is_done:

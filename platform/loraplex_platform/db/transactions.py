@@ -36,19 +36,33 @@ async def run_transaction(
     Raises:
         DatabaseUnavailableError: the database is down. Whether the work was committed is unknown.
     """
-    may_reconnect = is_idempotent
+
+    async def attempt() -> Result:
+        async with sessions.begin() as session:
+            return await work(session)
+
+    try:
+        return await retry_lost_races(attempt)
+    except DatabaseUnavailableError:
+        if not is_idempotent:
+            raise
+    return await retry_lost_races(attempt)
+
+
+async def retry_lost_races(attempt: Callable[[], Awaitable[Result]]) -> Result:
+    """`attempt`, which is one transaction, again for as long as it loses races; at most 8 times.
+
+    Raises:
+        DBAPIError: it lost the last one too, or something else was wrong.
+    """
     for tries in range(1, MAX_TRIES + 1):
         try:
-            async with sessions.begin() as session:
-                return await work(session)
+            return await attempt()
         except exc.DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) not in LOST_RACES or tries == MAX_TRIES:
+            sqlstate = getattr(error.orig, "sqlstate", None)
+            if sqlstate not in LOST_RACES or tries == MAX_TRIES:
                 raise
-            log.info("transaction_retried", sqlstate=getattr(error.orig, "sqlstate", None))
-        except DatabaseUnavailableError:
-            if not may_reconnect:
-                raise
-            may_reconnect = False
+            log.info("transaction_retried", sqlstate=sqlstate)
         # Losers of one race must not meet again in step.
         await asyncio.sleep(random.uniform(0.001, 0.005) * 2**tries)  # noqa: S311 # not a secret
     raise AssertionError("the last try returns or raises")

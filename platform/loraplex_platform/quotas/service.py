@@ -65,6 +65,8 @@ async def create_limit(session: AsyncSession, actor: Actor, new: NewLimit) -> Co
         "scope_kind": new.scope_kind,
         "scope_id": scope_id,
     }
+    # Before the insert, which locks the tenant: all changes of limits lock in one order.
+    await queries.wait_for_admissions(session, tenant_id)
     if not await queries.insert_limit(session, values):
         raise ConflictError(
             "There is a limit of this scope, metric and period already"
@@ -148,6 +150,7 @@ async def delete_limit(
     """
     limit = await _find(session, limit_id, is_locked=True)
     check_version(if_match, limit.row_version, {}, {})
+    await queries.wait_for_admissions(session, limit.tenant_id)
     await queries.delete_limit(session, limit.id)
     record(
         session,

@@ -48,6 +48,11 @@ async def insert_tenant(session: AsyncSession, tenant: Tenant) -> bool:
     return (await session.execute(statement)).first() is not None
 
 
+async def lock_limits(session: AsyncSession, tenant_id: UUID) -> None:
+    """Until the end of this transaction nobody else changes the tenant's limits, or is admitted."""
+    await session.execute(select(func.loraplex_lock_limits(tenant_id)))
+
+
 async def update_tenant(session: AsyncSession, tenant_id: UUID, values: dict[str, Any]) -> None:
     """Set columns, as a new version."""
     statement = (

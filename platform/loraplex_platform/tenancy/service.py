@@ -67,6 +67,9 @@ async def update_tenant(
         ConflictError: days and months are being billed by its time zone already.
         InvalidRequestError: the database does not know the time zone.
     """
+    if "billing_tz" in changes:
+        # The periods move with it. Changes of limits lock in this order too.
+        await queries.lock_limits(session, tenant_id)
     tenant = await _lock_tenant(session, tenant_id)
     before = {
         "name": tenant.name,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from loraplex_platform.ids import format_id, parse_id, uuid7
 from loraplex_platform.metering import service
+from loraplex_platform.quotas import queries
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, error_of
 from tests.support.metering import Customer, reservation
@@ -63,6 +67,64 @@ async def test_a_quota_is_set_and_shows_its_use(stand: Stand) -> None:
     one = await stand.admin.get(f"{LIMITS}/{limit['id']}")
     assert one.json() == shown
     assert (await stand.admin.get(LIMITS, params={"scope_kind": "key"})).json()["data"] == []
+
+
+async def test_limits_of_one_tenant_are_made_changed_and_removed_side_by_side(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    scope = {"scope_kind": "tenant", "scope_id": ids["tenant"], "period": "day", "value": "1000"}
+    metrics = ("requests", "tokens_in", "tokens_out", "tokens_total")
+    limits = [await set_limit(stand, metric=metric, **scope) for metric in metrics]
+
+    async def change(limit: dict[str, Any]) -> list[int]:
+        changes = [{"value": str(900 + number)} for number in range(5)]
+        return [
+            (await stand.admin.patch(f"{LIMITS}/{limit['id']}", json=one)).status_code
+            for one in changes
+        ]
+
+    async def make(number: int) -> list[int]:
+        body = {"scope_kind": "key", "scope_id": ids["key"], "metric": "requests", "value": "5"}
+        statuses = []
+        for hours in range(1 + 5 * number, 6 + 5 * number):
+            made = await stand.admin.post(
+                LIMITS, json={**body, "period": "rolling", "window_hours": hours}
+            )
+            gone = await stand.admin.delete(f"{LIMITS}/{made.json().get('id')}")
+            statuses += [made.status_code, gone.status_code]
+        return statuses
+
+    async def move() -> list[int]:
+        zones = ("Europe/Berlin", "Asia/Tokyo", "Europe/Berlin", "Asia/Tokyo")
+        at = f"/admin/v1/tenants/{ids['tenant']}"
+        return [
+            (await stand.admin.patch(at, json={"billing_tz": zone})).status_code for zone in zones
+        ]
+
+    answers = await asyncio.gather(*map(change, limits), *map(make, range(4)), move())
+
+    assert {status for one in answers for status in one} == {200, 201, 204}
+
+
+async def test_a_lost_race_is_run_again(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ids = await customer_of(stand)
+    fields = {"metric": "requests", "period": "day", "value": "9"}
+    limit = await set_limit(stand, scope_kind="tenant", scope_id=ids["tenant"], **fields)
+    real = queries.update_limit
+    losses = iter((True, True))
+
+    async def lose_twice(session: AsyncSession, *arguments: Any) -> None:
+        await real(session, *arguments)
+        if next(losses, False):
+            await session.execute(
+                text("do $$ begin raise exception using errcode = '40P01'; end $$")
+            )
+
+    monkeypatch.setattr(queries, "update_limit", lose_twice)
+
+    changed = await stand.admin.patch(f"{LIMITS}/{limit['id']}", json={"value": "7"})
+
+    assert (changed.status_code, changed.json()["value"]) == (200, "7")
+    assert changed.json()["version"] == limit["version"] + 1
 
 
 async def test_a_rate_is_set_for_a_key_and_for_the_platform(stand: Stand) -> None:
