@@ -95,6 +95,9 @@ class LocalRates:
     def _bucket(self, limit: RateLimit, name: str, num_gateways: int) -> Bucket:
         """This gateway's part of a limit; of places only the burst means something."""
         part, burst = (_divided(n, num_gateways) for n in (limit.value, limit.capacity))
+        if limit.metric == "concurrency":
+            # All limits of a scope count the same places, each against its own value.
+            return Bucket(part, burst)
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(part, burst)

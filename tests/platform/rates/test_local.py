@@ -49,6 +49,14 @@ def test_all_parts_together_are_the_limit_or_one_each(value: int, num_gateways: 
     assert total > value - num_gateways
 
 
+def test_two_limits_of_one_scope_hold_each_in_whatever_order() -> None:
+    for metric in ("concurrency", "rpm"):
+        strict, loose = limit(metric, 2), limit(metric, 10)  # type: ignore[arg-type] # both are one
+
+        assert num_taken(LocalRates(Clock()), strict, loose, tries=15) == 2
+        assert num_taken(LocalRates(Clock()), loose, strict, tries=15) == 2
+
+
 def test_a_bucket_fills_with_time() -> None:
     clock = Clock()
     rates = LocalRates(clock)
