@@ -8,6 +8,7 @@ from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 
+GATEWAY_LOST = "gateway_lost"  # the error code of what the sweeper closed
 LEASE_S = 20.0  # gateways renew every 5 s
 # A request's id has its maker's clock in it, all other times are the database's. Reports and partitions
 # go by the id, so one that is further off than this is not admitted: it would be in no report.

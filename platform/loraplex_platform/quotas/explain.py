@@ -13,10 +13,13 @@ from loraplex_platform.db import Limit, Request
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, parse_id, unix_s_of
 from loraplex_platform.metering.queries import find_request
+from loraplex_platform.metering.records import GATEWAY_LOST
 from loraplex_platform.quotas import queries
 from loraplex_platform.quotas.words import amount, limit_name, scope_name
 
-Outcome = Literal["refused", "running", "completed", "failed", "not_run"]
+Outcome = Literal["refused", "running", "completed", "aborted", "recovered", "failed", "not_run"]
+
+CLIENT_LEFT = 499  # as the books have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,18 @@ def _outcome_of(request: Request) -> tuple[Outcome, str]:
         return "not_run", "It was admitted by all limits but no engine ran it; it costs nothing."
     if request.finish_reason == "error" or (request.http_status or 200) >= 500:
         return "failed", "It was admitted by all limits and failed on our side; it costs nothing."
+    if request.error_code == GATEWAY_LOST:
+        return (
+            "recovered",
+            "It was admitted by all limits and run; the gateway that carried it died, so its client may"
+            " not have heard all of the answer. It is charged as far as the engine's books tell.",
+        )
+    if request.finish_reason == "abort" or request.http_status == CLIENT_LEFT:
+        return (
+            "aborted",
+            "It was admitted by all limits and ended before its answer did, as a rule because its"
+            " client left.",
+        )
     if request.finish_reason == "length" and request.clamped_by is not None:
         return "completed", "It was answered, and ended where a limit paid no more tokens."
     return "completed", "It was admitted by all limits and answered."

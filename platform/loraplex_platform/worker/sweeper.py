@@ -33,7 +33,7 @@ from loraplex_platform.errors import UnavailableError
 from loraplex_platform.metering import queries as metering_queries
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
-from loraplex_platform.metering.records import Settlement
+from loraplex_platform.metering.records import GATEWAY_LOST, Settlement
 from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
 
@@ -43,7 +43,6 @@ SWEEPER = "sweeper"
 BATCH = 50
 CLAIM_S = 10.0  # longer than an engine's answer takes
 ABORT_ANSWER_S = 0.5  # an abort is done within a step: then there is an entry
-ERROR_CODE = "gateway_lost"
 STALL_S = 2.0  # a claim takes milliseconds
 RECOVERY_S = 8.0  # gateways renew every 5 s, and replay their spools sooner
 
@@ -150,7 +149,7 @@ class Sweeper:
                 settled_by=SWEEPER,
                 kind=_kind_of(request),
                 finish_reason=reason,
-                error_code=ERROR_CODE,
+                error_code=GATEWAY_LOST,
             ),
         )
         return "settled" if result.applied else "overtaken"
@@ -177,7 +176,7 @@ class Sweeper:
                 request.id,
                 request.lease_token,
                 voided_by=SWEEPER,
-                error_code=ERROR_CODE,
+                error_code=GATEWAY_LOST,
             )
             # After the update, which waits for a landing that has locked the row.
             if await queries.find_landed(session, request.id, request.attempt) is not None:
@@ -245,5 +244,5 @@ def _as_lost(request: Request) -> Settlement:
         settled_by=SWEEPER,
         kind=_kind_of(request),
         finish_reason="error",
-        error_code=ERROR_CODE,
+        error_code=GATEWAY_LOST,
     )

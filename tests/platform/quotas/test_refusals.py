@@ -11,6 +11,7 @@ from loraplex_platform.db import Refusal
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.metering import service
+from loraplex_platform.metering.records import GATEWAY_LOST
 from loraplex_platform.quotas import queries, refusal_log
 from loraplex_platform.quotas.errors import LimitError
 from loraplex_platform.quotas.explain import Explanation, explain
@@ -132,6 +133,42 @@ async def test_what_became_of_a_request(db: Database, how: str, outcome: str) ->
 
     assert found.outcome == outcome
     assert (how == "void") == ("It ended with the error queue_full." in found.details)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ending"),
+    [
+        (
+            "aborted",
+            {
+                "usage_outcome": "aborted",
+                "finish_reason": "abort",
+                "http_status": 499,
+                "error_code": "client_disconnected",
+            },
+        ),
+        (
+            "recovered",
+            {
+                "usage_source": "journal",
+                "settled_by": "sweeper",
+                "http_status": None,
+                "error_code": GATEWAY_LOST,
+            },
+        ),
+    ],
+)
+async def test_an_answer_that_nobody_may_have_heard_is_not_called_answered(
+    db: Database, outcome: str, ending: dict[str, object]
+) -> None:
+    wanted = reservation(await add_customer(db))
+    await service.reserve(db.sessions, wanted)
+    await service.settle(db.sessions, settlement(wanted.request_id, **ending))
+
+    found = await explained(db, wanted.request_id)
+
+    assert found.outcome == outcome
+    assert "answered" not in found.summary
 
 
 async def test_what_is_not_known_or_no_id_is_not_found(db: Database) -> None:
