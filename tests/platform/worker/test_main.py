@@ -27,6 +27,7 @@ from loraplex_platform.worker import loops, main
 from loraplex_platform.worker.loops import Loop, LoopMetrics
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
+from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from tests.support.engines import replica_record
@@ -194,3 +195,36 @@ async def test_a_hanging_round_is_called_stuck(monkeypatch: pytest.MonkeyPatch) 
     assert loop.is_stuck
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_loop_ends_although_its_work_calls_the_cancellation_something_else() -> None:
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise DatabaseUnavailableError from None
+
+    loop = Loop("stubborn", 0.001, work, LoopMetrics(CollectorRegistry()))
+    task = asyncio.create_task(loop.run())
+    await began.wait()
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=10)
+
+    assert done == {task}
+    assert task.cancelled()
+
+
+async def test_a_cancelled_statement_stays_cancelled(db: Database) -> None:
+    async def sleep() -> None:
+        async with db.sessions() as session:
+            await session.execute(text("select pg_sleep(30)"))
+
+    task = asyncio.create_task(sleep())
+    await asyncio.sleep(0.5)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
