@@ -19,6 +19,10 @@ ALTER TABLE users ALTER COLUMN platform_role DROP NOT NULL;
 ALTER TABLE users ALTER COLUMN password_hash DROP NOT NULL;
 ALTER TABLE users ADD COLUMN oidc_issuer VARCHAR(255);
 ALTER TABLE users ADD COLUMN oidc_subject VARCHAR(255);
+-- Who accepts an invitation chooses a password without showing that the e-mail is theirs. Whom an
+-- operator made, as all until now, is who the operator says.
+ALTER TABLE users ADD COLUMN email_proven_at TIMESTAMP WITH TIME ZONE;
+UPDATE users SET email_proven_at = created_at;
 ALTER TABLE users ADD CONSTRAINT ck_users_oidc CHECK ((oidc_issuer is null) = (oidc_subject is null));
 ALTER TABLE users ADD CONSTRAINT uq_users_oidc_issuer_oidc_subject UNIQUE (oidc_issuer, oidc_subject);
 
@@ -135,6 +139,7 @@ DELETE FROM sessions USING users
 DELETE FROM users WHERE platform_role IS NULL OR password_hash IS NULL;
 ALTER TABLE users DROP CONSTRAINT uq_users_oidc_issuer_oidc_subject;
 ALTER TABLE users DROP CONSTRAINT ck_users_oidc;
+ALTER TABLE users DROP COLUMN email_proven_at;
 ALTER TABLE users DROP COLUMN oidc_subject;
 ALTER TABLE users DROP COLUMN oidc_issuer;
 ALTER TABLE users ALTER COLUMN password_hash SET NOT NULL;

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from uuid import UUID
 
 import structlog
 from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import SYSTEM, record
 from loraplex_platform.db import BaseModel, User
 from loraplex_platform.db.session import SessionFactory, open_database
 from loraplex_platform.ids import format_id, uuid7
+from loraplex_platform.members import service as members
 from loraplex_platform.registry import queries as registry
 from loraplex_platform.registry.base_model import BaseModelFacts, read_base_model
 from loraplex_platform.registry.deployments import ensure_base_deployment
@@ -19,6 +23,7 @@ from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users import queries as users
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.schemas import NewUser
+from loraplex_platform.users.service import forget_logins
 
 log = structlog.get_logger(__name__)
 
@@ -87,19 +92,37 @@ async def ensure_admin_user(
     async with sessions.begin() as session:
         is_new = user is None and await users.insert_user(
             session,
-            User(id=uuid7(), email=new.email, password_hash=password_hash, platform_role="admin"),
+            User(
+                id=uuid7(),
+                email=new.email,
+                password_hash=password_hash,
+                platform_role="admin",
+                email_proven_at=datetime.now(UTC),
+            ),
         )
         user = await users.get_user_by_email(session, new.email)
         if not is_new:
-            user.password_hash = password_hash
-            user.platform_role = "admin"
-            user.disabled_at = None
-            # Whoever knew the old password may be logged in with it.
-            await users.revoke_sessions_of(session, user.id)
+            await _bring_in_line(session, user.id, password_hash)
         action = "user.create" if is_new else "user.reset"
         detail = {"email": new.email, "role": "admin"}
         record(session, SYSTEM, action, "user", format_id("user", user.id), detail=detail)
     return user
+
+
+async def _bring_in_line(session: AsyncSession, user_id: UUID, password_hash: str) -> None:
+    user = await users.lock_user(session, user_id)
+    if user is None:
+        raise AssertionError("users are never deleted")
+    # Whoever made this account or knew its password may be logged in, or have tied it to an identity
+    # of their own: nothing of theirs opens an admin's account.
+    await forget_logins(session, user)
+    if user.platform_role is None:
+        await members.leave_all(session, SYSTEM, user.id, reason="their owner became an operator")
+    user.password_hash = password_hash
+    user.platform_role = "admin"
+    user.disabled_at = None
+    user.email_proven_at = datetime.now(UTC)
+    await session.flush()
 
 
 async def _is_as_wanted(user: User, passwords: Passwords, new: NewUser) -> bool:

@@ -171,6 +171,9 @@ class User(Base):
     platform_role: Mapped[str | None] = mapped_column(String(16))
     oidc_issuer: Mapped[str | None] = mapped_column(String(255))
     oidc_subject: Mapped[str | None] = mapped_column(String(255))
+    # Since when the e-mail is known to be theirs: an operator or a login provider said so. Null: somebody
+    # accepted an invitation of this e-mail with a password of their own.
+    email_proven_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     disabled_at: Mapped[datetime | None]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import cast
 from uuid import UUID
 
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraplex_platform.control.permissions import TenantRole
 from loraplex_platform.db import Invitation, Membership, Tenant, User
 
 
@@ -37,6 +39,17 @@ async def lock_member(session: AsyncSession, tenant_id: UUID, user_id: UUID) -> 
     """A member as they are now, and nobody else's to change until the transaction ends."""
     statement = members_of(tenant_id).where(Membership.user_id == user_id).with_for_update()
     return await session.scalar(statement, execution_options={"populate_existing": True})
+
+
+async def lock_memberships(session: AsyncSession, user_id: UUID) -> Sequence[Membership]:
+    """Where somebody is a member now; that stays until the transaction ends."""
+    statement = (
+        select(Membership)
+        .where(Membership.user_id == user_id)
+        .order_by(Membership.tenant_id)
+        .with_for_update()
+    )
+    return (await session.scalars(statement)).all()
 
 
 async def lock_owners(session: AsyncSession, tenant_id: UUID) -> Sequence[UUID]:
@@ -130,6 +143,20 @@ async def withdraw(session: AsyncSession, tenant_id: UUID, invitation_id: UUID) 
         .returning(Invitation.id)
     )
     return (await session.execute(statement)).first() is not None
+
+
+async def pending_role(session: AsyncSession, tenant_id: UUID, email: str) -> TenantRole | None:
+    """The role of the invitation that is pending for this e-mail."""
+    role = await session.scalar(
+        select(Invitation.role).where(
+            Invitation.tenant_id == tenant_id,
+            Invitation.email == email,
+            Invitation.accepted_at.is_(None),
+            Invitation.revoked_at.is_(None),
+            Invitation.expires_at > func.now(),
+        )
+    )
+    return cast("TenantRole | None", role)
 
 
 async def withdraw_of_email(session: AsyncSession, tenant_id: UUID, email: str) -> None:

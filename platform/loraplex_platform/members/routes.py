@@ -142,11 +142,13 @@ async def list_invitations(
 async def revoke_invitation(
     owner: Owner,
     invitation_id: Annotated[str, Path(description="The invitation's id, `ivt_...`.")],
+    *,
+    principal: CurrentPrincipal,
     request: Request,
     session: DbSession,
 ) -> None:
-    """Take an invitation back. One that is over stays so."""
-    await service.withdraw(session, request.state.actor, owner.id, invitation_id)
+    """Take an invitation back, an owner's only as an owner. One that is over stays so."""
+    await service.withdraw(session, principal, request.state.actor, owner.id, invitation_id)
 
 
 @accept_router.post("/accept")

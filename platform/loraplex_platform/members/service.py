@@ -149,6 +149,23 @@ async def remove(
     await queries.delete_member(session, tenant_id, member.user_id)
 
 
+async def leave_all(session: AsyncSession, actor: Actor, user_id: UUID, *, reason: str) -> None:
+    """End a person's memberships and their own keys everywhere, also where they are the last owner."""
+    for member in await queries.lock_memberships(session, user_id):
+        num_keys = await key_service.revoke_keys_of(
+            session, actor, member.tenant_id, user_id, reason=reason
+        )
+        _record(
+            session,
+            actor,
+            "member.remove",
+            member,
+            {"revoked_keys": num_keys, "reason": reason},
+            before={"role": member.role},
+        )
+        await queries.delete_member(session, member.tenant_id, user_id)
+
+
 # ---------------------------------------------------------------------------- invitations
 
 
@@ -167,6 +184,9 @@ async def invite(
         ConflictError: they are a member already.
     """
     _check_may_give(principal, tenant_id, new.role)
+    pending = await queries.pending_role(session, tenant_id, new.email)
+    if pending is not None:  # it ends below
+        _check_may_give(principal, tenant_id, pending)
     if await queries.is_member(session, tenant_id, new.email):
         raise ConflictError(f"email: {new.email} is a member already.", param="email")
     await queries.withdraw_of_email(session, tenant_id, new.email)
@@ -195,20 +215,27 @@ async def invite(
 
 
 async def withdraw(
-    session: AsyncSession, actor: Actor, tenant_id: UUID, invitation_id: str
+    session: AsyncSession,
+    principal: Principal,
+    actor: Actor,
+    tenant_id: UUID,
+    invitation_id: str,
 ) -> None:
     """Take an invitation back; one that is over stays so.
 
     Raises:
         NotFoundError: no such invitation of this tenant.
+        PermissionDeniedError: its role is above the caller's own.
     """
     try:
         invitation_uuid = parse_id("invitation", invitation_id)
     except MalformedIdError:
         raise NotFoundError("No such invitation.") from None
     statement = queries.invitations_of(tenant_id).where(Invitation.id == invitation_uuid)
-    if await session.scalar(statement) is None:
+    invitation = await session.scalar(statement)
+    if invitation is None:
         raise NotFoundError("No such invitation.")
+    _check_may_give(principal, tenant_id, invitation.role)  # type: ignore[arg-type]  # by the table
     if await queries.withdraw(session, tenant_id, invitation_uuid):
         record(
             session, actor, "invitation.revoke", "invitation", invitation_id, tenant_id=tenant_id

@@ -70,22 +70,25 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One way to the provider and back, kept in the visitor's own cookie."""
+    """One way to the provider and back, kept in the visitor's own cookie.
+
+    `linking_session_id`: the session whose user is to be tied to whoever comes back; None: a login.
+    """
 
     state: str
     nonce: str
     verifier: str
-    is_linking: bool
+    linking_session_id: str | None
     started_unix_s: int
 
     @classmethod
-    def new(cls, *, is_linking: bool) -> Attempt:
+    def new(cls, *, linking_session_id: str | None = None) -> Attempt:
         """With fresh random values."""
         return cls(
             state=secrets.token_urlsafe(24),
             nonce=secrets.token_urlsafe(24),
             verifier=secrets.token_urlsafe(48),
-            is_linking=is_linking,
+            linking_session_id=linking_session_id,
             started_unix_s=int(time.time()),
         )
 

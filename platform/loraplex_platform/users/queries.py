@@ -28,6 +28,12 @@ async def find_user_by_email(session: AsyncSession, email: str) -> User | None:
     return await session.scalar(select(User).where(User.email == email))
 
 
+async def lock_user(session: AsyncSession, user_id: UUID) -> User | None:
+    """By id, as they are now; nobody else changes or logs in as them until the transaction ends."""
+    statement = select(User).where(User.id == user_id).with_for_update(key_share=True)
+    return await session.scalar(statement, execution_options={"populate_existing": True})
+
+
 async def find_user_by_identity(session: AsyncSession, identity: Identity) -> User | None:
     """By issuer and subject."""
     return await session.scalar(
@@ -35,17 +41,6 @@ async def find_user_by_identity(session: AsyncSession, identity: Identity) -> Us
             User.oidc_issuer == identity.issuer, User.oidc_subject == identity.subject
         )
     )
-
-
-async def link_identity(session: AsyncSession, user_id: UUID, identity: Identity) -> bool:
-    """Tie an identity to a user who has none; False if they have one."""
-    statement = (
-        update(User)
-        .where(User.id == user_id, User.oidc_subject.is_(None))
-        .values(oidc_issuer=identity.issuer, oidc_subject=identity.subject)
-        .returning(User.id)
-    )
-    return (await session.execute(statement)).first() is not None
 
 
 async def get_user_by_email(session: AsyncSession, email: str) -> User:
@@ -64,6 +59,7 @@ async def insert_user(session: AsyncSession, user: User) -> bool:
             platform_role=user.platform_role,
             oidc_issuer=user.oidc_issuer,
             oidc_subject=user.oidc_subject,
+            email_proven_at=user.email_proven_at,
         )
         .on_conflict_do_nothing(index_elements=[User.email])
         .returning(User.id)

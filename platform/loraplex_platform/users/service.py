@@ -62,6 +62,7 @@ async def create_user(
         email=new.email,
         password_hash=await passwords.hash(new.password),
         platform_role=new.role,
+        email_proven_at=datetime.now(UTC),
     )
     if not await queries.insert_user(session, user):
         raise ConflictError(f"email: {new.email} is taken; use another one.", param="email")
@@ -105,10 +106,14 @@ async def log_in(
     if user.password_hash is not None and passwords.is_outdated(user.password_hash):
         rehashed = await passwords.hash(password)
     async with sessions() as session:
+        now = await queries.lock_user(session, user.id)
+        # Whoever reset or disabled the account meanwhile has ended its sessions, this one included.
+        if now is None or now.disabled_at is not None or now.password_hash != user.password_hash:
+            raise BadCredentialsError("E-mail or password is wrong.")
         await throttle.forgive(session, email, address)
         if rehashed is not None:
-            (await session.get_one(User, user.id)).password_hash = rehashed
-        new = _open_session(session, settings, user, request_id, method="password")
+            now.password_hash = rehashed
+        new = _open_session(session, settings, now, request_id, method="password")
         await session.commit()
     return new
 
@@ -122,7 +127,9 @@ async def log_in_as(
     """Open a session for whoever a login provider says this is; a new person gets an account.
 
     An account is found by issuer and subject alone. One that has the same e-mail but another identity, or
-    only a password, is somebody else until they tie the two together themselves (`link_identity`).
+    only a password, is somebody else until they tie the two together themselves (`link_identity`); unless
+    nobody ever proved that account's e-mail: then it is taken over by whom the provider knows as its
+    owner, with the memberships, which were given to the e-mail, and without what others log in with.
 
     Raises:
         OidcLoginError: the account is disabled, or the e-mail is taken or not verified.
@@ -131,6 +138,9 @@ async def log_in_as(
         user = await queries.find_user_by_identity(session, identity)
         if user is None:
             user = await _make_user_of(session, identity, request_id)
+        user = await queries.lock_user(session, user.id)
+        if user is None or not _is_of(user, identity):
+            raise OidcLoginError("This account was reset just now. Please start again.")
         if user.disabled_at is not None:
             raise OidcLoginError("This account is disabled. Ask the operator of this service.")
         new = _open_session(session, settings, user, request_id, method="oidc")
@@ -146,11 +156,15 @@ async def _make_user_of(session: AsyncSession, identity: Identity, request_id: s
         email=identity.email,
         oidc_issuer=identity.issuer,
         oidc_subject=identity.subject,
+        email_proven_at=datetime.now(UTC),
     )
     if not await queries.insert_user(session, user):
+        taken = await queries.get_user_by_email(session, identity.email)
+        if await _take_over(session, taken.id, identity, request_id):
+            return taken
         raise OidcLoginError(
             "There is an account with your e-mail address already. Log in with its password, then "
-            "open /login/oidc?link to use this provider from then on."
+            "open /login/oidc/link to use this provider from then on."
         )
     user_id = format_id("user", user.id)
     actor = Actor("user", user_id, request_id)
@@ -159,31 +173,85 @@ async def _make_user_of(session: AsyncSession, identity: Identity, request_id: s
     return await queries.get_user(session, user.id)
 
 
+def _is_of(user: User, identity: Identity) -> bool:
+    return (user.oidc_issuer, user.oidc_subject) == (identity.issuer, identity.subject)
+
+
+async def _take_over(
+    session: AsyncSession, user_id: UUID, identity: Identity, request_id: str
+) -> bool:
+    """Give an account whose e-mail nobody proved to whom it is; False if somebody did."""
+    user = await queries.lock_user(session, user_id)
+    if user is None or user.email_proven_at is not None:
+        return False
+    await forget_logins(session, user)
+    user.oidc_issuer, user.oidc_subject = identity.issuer, identity.subject
+    user.email_proven_at = datetime.now(UTC)
+    await session.flush()
+    actor = Actor("user", format_id("user", user.id), request_id)
+    detail = {"email": user.email, "issuer": identity.issuer}
+    record(session, actor, "user.take_over", "user", format_id("user", user.id), detail=detail)
+    return True
+
+
+async def forget_logins(session: AsyncSession, user: User) -> None:
+    """Take everything from a locked user that anybody logs in with: password, identity, sessions."""
+    user.password_hash = None
+    user.oidc_issuer = user.oidc_subject = None
+    await session.flush()
+    await queries.revoke_sessions_of(session, user.id)
+
+
 async def link_identity(
-    sessions: async_sessionmaker[AsyncSession], user_id: UUID, identity: Identity, request_id: str
+    sessions: async_sessionmaker[AsyncSession],
+    settings: ControlSettings,
+    identity: Identity,
+    *,
+    token: str,
+    session_id: str,
+    request_id: str,
 ) -> None:
     """Have a user who is logged in also log in as this identity.
 
+    Args:
+        token: of the session that the request carries.
+        session_id: in which linking was begun.
+
     Raises:
-        OidcLoginError: they have another identity, or the identity another account.
+        OidcLoginError: the session is over or another one, they have another identity, or the identity
+            another account.
     """
     async with sessions() as session:
-        holder = await queries.find_user_by_identity(session, identity)
-        if holder is None and await queries.link_identity(session, user_id, identity):
-            actor_id = format_id("user", user_id)
-            record(
-                session,
-                Actor("user", actor_id, request_id),
-                "user.link",
-                "user",
-                actor_id,
-                detail={"issuer": identity.issuer},
+        login = await find_session(session, settings, token)
+        if login is not None:
+            # A reset that is under way is over after this, and has ended the session.
+            await queries.lock_user(session, login.user.id)
+            login = await find_session(session, settings, token)
+        if login is None or format_id("session", login.session.id) != session_id:
+            raise OidcLoginError(
+                "You are no longer logged in here as you were. Log in, then start again."
             )
-            await session.commit()
-        elif holder is None or holder.id != user_id:
+        user = login.user
+        holder = await queries.find_user_by_identity(session, identity)
+        if holder is not None and holder.id == user.id:
+            return
+        if holder is not None or user.oidc_subject is not None:
             raise OidcLoginError(
                 "This account, or the one at your provider, is tied to another one already."
             )
+        user.oidc_issuer, user.oidc_subject = identity.issuer, identity.subject
+        if identity.email == user.email and user.email_proven_at is None:
+            user.email_proven_at = datetime.now(UTC)
+        actor_id = format_id("user", user.id)
+        record(
+            session,
+            Actor("user", actor_id, request_id),
+            "user.link",
+            "user",
+            actor_id,
+            detail={"issuer": identity.issuer},
+        )
+        await session.commit()
 
 
 def _open_session(

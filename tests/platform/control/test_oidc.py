@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -11,12 +13,23 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from loraplex_platform.control.bootstrap import ensure_admin_user
+from loraplex_platform.db import User
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import Attempt, is_secure
 from pydantic import SecretStr, ValidationError
+from sqlalchemy import select
 
-from tests.platform.control.people import invite
-from tests.platform.control.stand import CONSOLE, CONTROL, PASSWORD, Stand, settings_for
+from tests.platform.control.people import invite, log_in, member, user_id_of
+from tests.platform.control.stand import (
+    CONSOLE,
+    CONTROL,
+    PASSWORD,
+    Stand,
+    cheap_passwords,
+    error_of,
+    settings_for,
+)
 from tests.support.metering import run_sql
 from tests.support.oidc_provider import CLIENT_ID, CLIENT_SECRET
 
@@ -78,13 +91,26 @@ class Visitor:
         """To the provider; where that leads back to."""
         answer = await self.browser.get(f"/login/oidc{query}")
         assert answer.status_code == 303, answer.text
-        async with httpx.AsyncClient() as client:
-            back = await client.get(answer.headers["location"])
-        assert back.status_code == 302, back.text
-        return str(back.headers["location"])
+        return await self._through(answer.headers["location"])
 
     async def log_in(self, query: str = "") -> httpx.Response:
         return await self.browser.get(await self.leave(query))
+
+    async def leave_to_link(self) -> str:
+        answer = await self.browser.post("/login/oidc/link", headers={"origin": CONTROL})
+        assert answer.status_code == 200, answer.text
+        found = re.search(r'<a href="([^"]+)"', answer.text)
+        assert found is not None
+        return await self._through(html.unescape(found[1]))
+
+    async def link(self) -> httpx.Response:
+        return await self.browser.get(await self.leave_to_link())
+
+    async def _through(self, url: str) -> str:
+        async with httpx.AsyncClient() as client:
+            back = await client.get(url)
+        assert back.status_code == 302, back.text
+        return str(back.headers["location"])
 
 
 async def next_is(issuer: str, **who: Any) -> None:
@@ -159,7 +185,7 @@ async def test_an_account_is_tied_by_whoever_is_logged_in_and_to_one_identity(
     admin = await oidc_stand.login("admin", "ada@example.com")
     await next_is(issuer, sub="ada-1", email="whatever@example.com")
 
-    assert (await Visitor(oidc_stand, admin).log_in("?link")).status_code == 303
+    assert (await Visitor(oidc_stand, admin).link()).status_code == 303
 
     visitor = Visitor(oidc_stand)
     assert (await visitor.log_in()).status_code == 303
@@ -167,12 +193,88 @@ async def test_an_account_is_tied_by_whoever_is_logged_in_and_to_one_identity(
     assert (session["user"]["email"], session["user"]["role"]) == ("ada@example.com", "admin")
     # Nobody else gets this identity, and this account no other.
     other = await oidc_stand.login("viewer", "eve@example.com")
-    assert (await Visitor(oidc_stand, other).log_in("?link")).status_code == 403
+    assert (await Visitor(oidc_stand, other).link()).status_code == 403
     await next_is(issuer, sub="eve-1")
-    assert (await Visitor(oidc_stand, admin).log_in("?link")).status_code == 403
+    assert (await Visitor(oidc_stand, admin).link()).status_code == 403
     # Without a session there is nothing to tie.
-    assert (await Visitor(oidc_stand).log_in("?link")).status_code == 403
+    nobody = await oidc_stand.client(None).post("/login/oidc/link")
+    assert (nobody.status_code, "Log in" in nobody.text) == (403, True)
     assert len(await users(oidc_stand)) == 2
+
+
+async def test_linking_is_begun_by_a_form_of_ours_and_ends_in_the_same_session(
+    oidc_stand: Stand, issuer: str
+) -> None:
+    admin = await oidc_stand.login("admin", "ada@example.com")
+    await next_is(issuer, sub="eve-1", email="eve@example.com")
+    form = await admin.get("/login/oidc/link")
+    assert '<form method="post" action="/login/oidc/link">' in form.text
+    # Not by a link that somebody is sent, nor by a form of another site.
+    assert (await Visitor(oidc_stand, admin).log_in("?link")).status_code == 303
+    again = await oidc_stand.login("admin", "bob@example.com")
+    foreign = await again.post("/login/oidc/link", headers={"origin": "https://evil.test"})
+    assert error_of(foreign, 403, "cross_origin")
+    # Begun in one session, ended in another, of the same person even: nothing is tied.
+    back = await Visitor(oidc_stand, again).leave_to_link()
+    body = {"email": "bob@example.com", "password": PASSWORD}
+    assert (await again.post("/admin/v1/sessions", json=body)).status_code == 201
+    refused = await again.get(back)
+    assert (refused.status_code, "no longer logged in" in refused.text) == (403, True)
+    async with oidc_stand.db.sessions() as session:
+        tied = (
+            await session.scalars(select(User.email).where(User.oidc_subject.is_not(None)))
+        ).all()
+    assert tied == ["eve@example.com"]  # an account of her own
+
+
+async def test_whom_the_provider_knows_takes_over_an_account_that_nobody_proved(
+    oidc_stand: Stand, issuer: str
+) -> None:
+    tenant_id = (await oidc_stand.tenant("acme"))["id"]
+    # Whoever holds the invitation chooses a password, and ties an identity of their own.
+    thief = await member(oidc_stand, tenant_id, "viewer", "ada@example.com")
+    await next_is(issuer, sub="thief-1", email="thief@example.com")
+    assert (await Visitor(oidc_stand, thief).link()).status_code == 303
+
+    await next_is(issuer, **ADA)
+    ada = Visitor(oidc_stand)
+    assert (await ada.log_in()).status_code == 303
+
+    current = (await ada.browser.get("/admin/v1/sessions/current")).json()
+    assert current["user"]["email"] == "ada@example.com"
+    assert [m["tenant_id"] for m in current["memberships"]] == [tenant_id]  # she was invited
+    assert (await thief.get("/admin/v1/sessions/current")).status_code == 401
+    body = {"email": "ada@example.com", "password": PASSWORD}
+    assert (await oidc_stand.client(None).post("/admin/v1/sessions", json=body)).status_code == 401
+    await next_is(issuer, sub="thief-1", email="ada@example.com")
+    assert (await Visitor(oidc_stand).log_in()).status_code == 403  # proven now: nobody else's
+
+
+async def test_an_account_that_becomes_an_operators_keeps_no_login_of_whoever_made_it(
+    oidc_stand: Stand, issuer: str
+) -> None:
+    tenant_id = (await oidc_stand.tenant("evil"))["id"]
+    thief = await member(oidc_stand, tenant_id, "owner", "ops@example.com")
+    keys = f"/admin/v1/tenants/{tenant_id}/keys"
+    body = {"name": "k", "owner_id": await user_id_of(thief)}
+    key = (await thief.post(keys, json=body)).json()
+    await next_is(issuer, sub="thief-1", email="thief@example.com")
+    assert (await Visitor(oidc_stand, thief).link()).status_code == 303
+    back = await Visitor(oidc_stand, thief).leave()
+
+    new = SecretStr("another password")
+    await ensure_admin_user(oidc_stand.db.sessions, cheap_passwords(), "ops@example.com", new)
+
+    assert (await thief.get("/admin/v1/sessions/current")).status_code == 401
+    assert (await thief.get(back)).status_code == 303
+    current = (await thief.get("/admin/v1/sessions/current")).json()
+    assert (current["user"]["email"], current["user"]["role"]) == ("thief@example.com", None)
+    assert (await oidc_stand.admin.get(f"/admin/v1/tenants/{tenant_id}/members")).json()[
+        "data"
+    ] == []
+    assert (await oidc_stand.admin.get(f"{keys}/{key['id']}")).json()["status"] == "revoked"
+    ops = await log_in(oidc_stand, "ops@example.com", "another password")
+    assert (await ops.get("/admin/v1/sessions/current")).json()["user"]["role"] == "admin"
 
 
 async def test_a_disabled_account_stays_out(oidc_stand: Stand, issuer: str) -> None:
@@ -231,7 +333,7 @@ async def test_a_provider_that_is_down_is_said_to_be(
 
 async def test_the_cookie_of_an_attempt_cannot_be_made_or_kept() -> None:
     key = SecretStr("k" * 40)
-    attempt = Attempt.new(is_linking=False)
+    attempt = Attempt.new(linking_session_id="ses_1")
     sealed = attempt.sealed(key)
 
     assert Attempt.opened(sealed, key) == attempt
@@ -239,7 +341,7 @@ async def test_the_cookie_of_an_attempt_cannot_be_made_or_kept() -> None:
     for forged in ("", ".", body, f".{mac}", f"{body}.", f"{body}x.{mac}", sealed + "x"):
         assert Attempt.opened(forged, key) is None
     assert Attempt.opened(sealed, SecretStr("x" * 40)) is None
-    old = Attempt("s", "n", "v", False, attempt.started_unix_s - 601)
+    old = Attempt("s", "n", "v", None, attempt.started_unix_s - 601)
     assert Attempt.opened(old.sealed(key), key) is None
 
 
