@@ -182,7 +182,9 @@ def _totals(invoice: Invoice) -> list[tuple[str, str]]:
     totals.append((f"{_inert(invoice.customer['tax_label'])} ({percent} %)", invoice.tax_cents))
     totals.append(("Total", invoice.total_cents))
     if invoice.brought_forward_cents:
-        totals.append(("Credit brought forward", -invoice.brought_forward_cents))
+        given_back = invoice.kind == "credit_note"
+        label = "Credit given back" if given_back else "Credit brought forward"
+        totals.append((label, -invoice.brought_forward_cents))
     return [(label, _grouped(format_cents(cents))) for label, cents in totals]
 
 
@@ -201,8 +203,9 @@ def _notes(invoice: Invoice, lines: Sequence[InvoiceLine]) -> list[str]:
         f"rounded: {_grouped(format_cents(rounded))}."
     ]
     if invoice.carried_forward_cents:
-        carried = _grouped(format_cents(invoice.carried_forward_cents))
-        notes.append(f"Credit carried forward to the next invoice: {invoice.currency} {carried}.")
+        carried = _grouped(format_cents(abs(invoice.carried_forward_cents)))
+        what = "no longer carried" if invoice.kind == "credit_note" else "carried"
+        notes.append(f"Credit {what} forward to the next invoice: {invoice.currency} {carried}.")
     if invoice.customer["tax_note"]:
         notes.append(_inert(invoice.customer["tax_note"]))
     if invoice.void_reason:

@@ -126,6 +126,30 @@ group by x.entry_id, x.entry_kind, x.entry_seq
 having count(*) > 1 or bool_or(l.amount_pico is distinct from x.amount_pico)
 """
 
+# What is carried forward is brought forward once, by the next final invoice; a credit note mirrors the
+# one that it voids. So dues add up to the totals that stand and the credit that is left.
+_CREDIT = """
+with chain as (
+    select i.*, coalesce(lag(i.carried_forward_cents) over (
+        partition by i.tenant_id order by i.period_start), 0) as carried_to_it_cents
+    from invoices i where i.kind = 'invoice' and i.status = 'final'
+)
+select c.number as id, 'brings forward ' || c.brought_forward_cents || ' cents, '
+    || c.carried_to_it_cents || ' were carried to it' as detail
+from chain c
+where c.issued_at >= :since_time and c.brought_forward_cents <> c.carried_to_it_cents
+union all
+select coalesce(n.number, i.number), case when n.number is null then 'is void without a credit note'
+    else 'is no mirror of ' || coalesce(i.number, 'any void invoice') end
+from (select * from invoices where kind = 'credit_note' and status = 'final') n
+full join (select * from invoices where kind = 'invoice' and status = 'void') i
+    on i.id = n.corrects_id and i.tenant_id = n.tenant_id
+where coalesce(n.issued_at, i.voided_at) >= :since_time and (
+    (n.total_cents, n.brought_forward_cents, n.carried_forward_cents, n.due_cents, n.exact_pico)
+    = (-i.total_cents, -i.brought_forward_cents, -i.carried_forward_cents, -i.due_cents,
+        -i.exact_pico)) is not true
+"""
+
 _NUMBERS = """
 select s.series as id, 'the last number is ' || s.last_number || ', there are ' || found.count
     || ' up to ' || coalesce(found.last, 0) as detail
@@ -161,6 +185,12 @@ RULES: Final = (
         "adjustments_are_invoiced_once",
         "No credit, debit or reversal is on two invoices, or with another amount",
         _ADJUSTMENTS,
+        "I8",
+    ),
+    (
+        "credit_is_carried_forward_once",
+        "Each invoice brings forward what the one before carried; a credit note undoes exactly its own",
+        _CREDIT,
         "I8",
     ),
     ("invoice_numbers_have_no_gap", "The numbers of each series have no gap", _NUMBERS, "I8"),

@@ -7,9 +7,10 @@ from datetime import date, datetime
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Row, Select, delete, select, text
+from sqlalchemy import Row, Select, delete, exists, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from loraplex_platform.billing.rollups import USAGE_SOURCE
 from loraplex_platform.db import BillingProfile, Invoice, InvoiceLine, InvoiceSeries
@@ -102,7 +103,12 @@ cross join lateral (
 ) as span
 cross join lateral generate_series(
     span.first_month, span.this_month - interval '1 month', interval '1 month') as months (month)
-where t.id = :tenant and span.first_month < span.this_month and (
+where t.id = :tenant and span.first_month < span.this_month and not exists (
+    -- Somebody found it wrong: it is theirs to make again.
+    select from invoices v where v.tenant_id = t.id and v.kind = 'invoice' and v.status = 'void'
+        and date_trunc('month', (v.period_start + (v.period_end - v.period_start) / 2)
+            at time zone v.billing_tz) = months.month
+) and (
     -- The last month also for what may have come late; of older ones those in which something was.
     months.month = span.this_month - interval '1 month'
     or exists (select from usage_daily u where u.tenant_id = t.id
@@ -215,10 +221,20 @@ async def latest_final(session: AsyncSession, tenant_id: UUID) -> Invoice | None
 
 
 async def drafts_due(session: AsyncSession, before: datetime) -> Sequence[Invoice]:
-    """Drafts of periods that ended before a time, the oldest first."""
+    """Drafts of periods that ended before a time and had no invoice that was voided, the oldest first."""
+    voided = aliased(Invoice)
     statement = (
         select(Invoice)
-        .where(Invoice.status == "draft", Invoice.period_end <= before)
+        .where(
+            Invoice.status == "draft",
+            Invoice.period_end <= before,
+            ~exists().where(
+                voided.tenant_id == Invoice.tenant_id,
+                voided.kind == "invoice",
+                voided.status == "void",
+                voided.period_start == Invoice.period_start,
+            ),
+        )
         .order_by(Invoice.period_start, Invoice.tenant_id)
     )
     return (await session.scalars(statement)).all()

@@ -41,6 +41,11 @@ _NEGATED = (
     "adjustments_cents",
     "tax_cents",
     "total_cents",
+    # A note takes back what its invoice asked for and what it did with credit, each by itself: it is the
+    # invoice before that has the credit to carry forward again.
+    "brought_forward_cents",
+    "carried_forward_cents",
+    "due_cents",
 )
 
 
@@ -183,9 +188,6 @@ async def void(
         currency=invoice.currency,
         issuer=invoice.issuer,
         customer=invoice.customer,
-        brought_forward_cents=0,
-        carried_forward_cents=0,
-        due_cents=-invoice.total_cents,
         corrects_id=invoice.id,
         computed_at=period.now,
         **{name: -getattr(invoice, name) for name in _NEGATED},
@@ -440,6 +442,8 @@ def _record(
 @dataclass(frozen=True, slots=True)
 class InvoiceWorker:
     """Drafts the months that are over, and finalises drafts that have waited long enough.
+
+    A month whose invoice was voided is left to people: made again as it was, it would be wrong again.
 
     `finalize_after`: how long after its month; None: somebody does it by hand.
     """

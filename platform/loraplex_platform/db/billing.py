@@ -229,7 +229,8 @@ class Invoice(Base):
     """A tenant's month, or the credit note that voids one. Only a draft may change (triggers).
 
     total = subtotal + adjustments + tax. What is due is the total less what was brought forward from
-    the invoice before; below zero it is carried forward to the next one instead.
+    the invoice before; below zero it is carried forward to the next one instead. A credit note has every
+    amount of its invoice with the other sign.
     """
 
     __tablename__ = "invoices"

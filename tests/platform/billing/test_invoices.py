@@ -8,6 +8,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import psycopg
 import pytest
 from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.billing import adjustments, invoices
@@ -286,7 +287,8 @@ async def test_voiding_issues_a_credit_note_and_frees_the_month(db: Database, db
     assert (old.invoice.status, old.invoice.void_reason) == ("void", "a mistake")
     assert (note.invoice.kind, note.invoice.number) == ("credit_note", "INV-000002")
     assert note.invoice.corrects_id == one
-    assert note.invoice.total_cents == note.invoice.due_cents == -old.invoice.total_cents
+    assert note.invoice.total_cents == -old.invoice.total_cents
+    assert note.invoice.due_cents == -old.invoice.due_cents
     assert [line.amount_pico for line in note.lines] == [-line.amount_pico for line in old.lines]
     again = await draft(db, acme, first_of(last))
     assert await finalize(db, again) == "INV-000003"
@@ -395,6 +397,102 @@ async def test_credit_beyond_the_charges_is_carried_forward(db: Database, db_url
     assert (first.total_cents, first.due_cents, first.carried_forward_cents) == (-200, 0, 200)
     assert first.due_on is None
     assert (second.total_cents, second.brought_forward_cents, second.due_cents) == (400, 200, 200)
+    await sound(db)
+
+
+async def test_voiding_takes_back_what_was_due_and_no_credit_is_lost_or_made(
+    db: Database, db_url: str
+) -> None:
+    acme = await add_customer(db)
+    older, last = month_ago(2), month_ago(1)
+    add_usage(db_url, acme, older, prompt=0, completion=25 * 10**6)  # 1.00 USD
+    add_usage(db_url, acme, last, prompt=0, completion=100 * 10**6)  # 4.00 USD
+    credit = await adjust(db, acme, "3")
+    as_owner(db_url, "update ledger set occurred_at = %s where entry_id = %s", older, credit)
+
+    def amounts(of: Stored) -> tuple[int, int, int, int]:
+        i = of.invoice
+        return (
+            i.total_cents,
+            i.brought_forward_cents,
+            i.carried_forward_cents,
+            i.due_cents,
+        )
+
+    async def issue(month: datetime) -> UUID:
+        invoice_id = await draft(db, acme, first_of(month))
+        await finalize(db, invoice_id)
+        return invoice_id
+
+    one, two = await issue(older), await issue(last)
+    assert amounts(await stored(db, one)) == (-200, 0, 200, 0)
+    assert amounts(await stored(db, two)) == (400, 200, 0, 200)
+
+    note_of_two = await void(db, two)
+    assert amounts(await stored(db, note_of_two)) == (-400, -200, 0, -200)
+    await sound(db)
+    again = await issue(last)
+    assert amounts(await stored(db, again)) == (400, 200, 0, 200)
+    await sound(db)
+    notes = [note_of_two, await void(db, again), await void(db, one)]
+    assert amounts(await stored(db, notes[2])) == (200, 0, -200, 0)
+    await sound(db)
+    final = [await issue(older), await issue(last)]
+    await sound(db)
+
+    found = [(await stored(db, each)).invoice for each in (one, two, again, *notes, *final)]
+    standing = [each for each in found if each.kind == "invoice" and each.status == "final"]
+    assert (
+        sum(each.due_cents for each in found) == sum(each.total_cents for each in standing) == 200
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "brought_forward_cents = brought_forward_cents + 1, due_cents = due_cents - 1"
+        " where kind = 'invoice' and status = 'final'",
+        "brought_forward_cents = 0, carried_forward_cents = 0, due_cents = total_cents"
+        " where kind = 'credit_note'",
+        "status = 'final', voided_at = null where status = 'void'",
+    ],
+)
+async def test_credit_that_is_made_or_lost_is_found(db: Database, db_url: str, change: str) -> None:
+    acme = await add_customer(db)
+    older, last = month_ago(2), month_ago(1)
+    for month in (older, last):
+        add_usage(db_url, acme, month, prompt=0, completion=25 * 10**6)
+    credit = await adjust(db, acme, "3")
+    as_owner(db_url, "update ledger set occurred_at = %s where entry_id = %s", older, credit)
+    for month in (older, last):
+        one = await draft(db, acme, first_of(month))
+        await finalize(db, one)
+    await void(db, one)
+    await sound(db)
+
+    with psycopg.connect(db_url) as connection:
+        connection.execute("set session_replication_role = replica")
+        connection.execute(f"update invoices set {change}".encode())
+
+    report = await check_invariants(db.sessions)
+    broken = {check.name for check in report.checks if not check.ok}
+    assert "credit_is_carried_forward_once" in broken
+
+
+async def test_the_worker_leaves_a_voided_month_to_people(db: Database, db_url: str) -> None:
+    acme = await add_customer(db)
+    add_usage(db_url, acme, month_ago(1))
+    worker = InvoiceWorker(db.sessions, ISSUER, timedelta(0))
+    assert await worker.run_once() == 2
+    async with db.sessions() as session:
+        [first] = await session.scalars(select(Invoice))
+    await void(db, first.id)
+
+    assert await worker.run_once() == 0
+    again = await draft(db, acme, first_of(month_ago(1)))
+    assert await worker.run_once() == 0, "a person looks at it before it gets a number"
+    await finalize(db, again)
+
     await sound(db)
 
 
