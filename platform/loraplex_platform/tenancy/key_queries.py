@@ -153,9 +153,14 @@ async def is_grantable(session: AsyncSession, tenant_id: UUID, kind: str, target
     return await session.scalar(statement) is not None
 
 
-async def is_member(session: AsyncSession, tenant_id: UUID, user_id: UUID) -> bool:
-    """Whether a user belongs to the tenant."""
-    return await session.get(Membership, (tenant_id, user_id)) is not None
+async def share_member(session: AsyncSession, tenant_id: UUID, user_id: UUID) -> bool:
+    """Whether a user belongs to the tenant now; if so, they do until the transaction ends."""
+    statement = (
+        select(Membership.user_id)
+        .where(Membership.tenant_id == tenant_id, Membership.user_id == user_id)
+        .with_for_update(read=True, key_share=True)
+    )
+    return await session.scalar(statement) is not None
 
 
 # ---------------------------------------------------------------------------- use

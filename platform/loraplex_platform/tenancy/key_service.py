@@ -278,7 +278,7 @@ async def _owner(session: AsyncSession, tenant_id: UUID, text: str | None) -> UU
         user_id = parse_id("user", text)
     except MalformedIdError:
         user_id = None
-    if user_id is None or not await queries.is_member(session, tenant_id, user_id):
+    if user_id is None or not await queries.share_member(session, tenant_id, user_id):
         raise NotFoundError("owner_id: no such member of this tenant.", param="owner_id")
     return user_id
 

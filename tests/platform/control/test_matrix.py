@@ -209,6 +209,33 @@ async def test_every_route_answers_every_role_as_the_table_says(stand: Stand, db
     assert num_cells > 15 * len(routes)
 
 
+async def test_what_another_tenant_owns_is_not_found_behind_ones_own_id(
+    stand: Stand, db_url: str
+) -> None:
+    mine, theirs = await make_side(stand, "acme"), await make_side(stand, "globex")
+    mixed = Side(mine.tenant_id, dict(theirs.ids))
+    owner = await member(stand, mine.tenant_id, "owner", "owner@acme.example")
+    their_uuid = UUID(hex=theirs.tenant_id.removeprefix("ten_"))
+    before = dump_of(db_url, their_uuid)
+    wrong: list[str] = []
+    num_cells = 0
+    for who, client in (("owner", owner), ("admin key", stand.admin)):
+        for route in guarded_routes(stand):
+            names = set(re.findall(r"{(\w+)", route.path)) & set(theirs.ids)
+            # A deployment is named by its tenant: the same name is another one.
+            if "{tenant_id}" not in route.path or not names - {"name"}:
+                continue
+            num_cells += 1
+            answer = await call(client, route, mixed, num_cells)
+            is_forbidden = who == "owner" and answer.status_code == 403
+            if answer.status_code != 404 and not is_forbidden:
+                wrong.append(f"{_method(route)} {route.path} by {who}: {answer.status_code}")
+
+    assert not wrong, "\n".join(wrong)
+    assert dump_of(db_url, their_uuid) == before
+    assert num_cells >= 30
+
+
 def expectation(route: GuardedRoute, caller: Caller, side: Side) -> str:
     """What the table says: 401, 403, 404 or allowed."""
     if not caller.is_known:

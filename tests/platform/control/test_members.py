@@ -7,10 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
+from loraplex_platform.audit.service import SYSTEM
+from loraplex_platform.control.auth import Principal
 from loraplex_platform.control.permissions import may_give
-from loraplex_platform.errors import RevokedKeyError
-from loraplex_platform.ids import format_id, uuid7
+from loraplex_platform.errors import NotFoundError, RevokedKeyError
+from loraplex_platform.ids import format_id, parse_id, uuid7
+from loraplex_platform.members import service as members
+from loraplex_platform.tenancy import key_service
 from loraplex_platform.tenancy.authentication import authenticate
+from loraplex_platform.tenancy.key_schemas import NewKey
 from loraplex_platform.users import throttle
 
 from tests.platform.control.people import ROLES, invite, join, log_in, member, user_id_of
@@ -391,3 +396,48 @@ async def test_the_form_joins_and_leads_to_the_console(stand: Stand) -> None:
     assert (joined.status_code, joined.headers["location"]) == (303, CONSOLE)
     session = (await browser.get("/admin/v1/sessions/current")).json()
     assert session["memberships"] == [{"tenant_id": tenant_id, "role": "viewer"}]
+
+
+async def test_an_owners_invitation_is_ended_by_owners_only(stand: Stand) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    path = f"/admin/v1/tenants/{tenant_id}/invitations"
+    owner = await member(stand, tenant_id, "owner", "owner@example.com")
+    admin = await member(stand, tenant_id, "admin", "admin@example.com")
+    invited = await invite(stand, tenant_id, ADA, "owner", by=owner)
+
+    error_of(await admin.delete(f"{path}/{invited['id']}"), 403, "permission_denied")
+    # Nor by another one in its place.
+    again = await admin.post(path, json={"email": ADA, "role": "viewer"})
+    error_of(again, 403, "permission_denied")
+    assert (await stand.admin.get(path)).json()["data"][0]["status"] == "pending"
+
+    assert (await owner.delete(f"{path}/{invited['id']}")).status_code == 204
+    assert (await admin.post(path, json={"email": ADA, "role": "viewer"})).status_code == 201
+
+
+async def test_a_key_made_while_its_owner_is_removed_does_not_outlive_the_membership(
+    stand: Stand,
+) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    ada_id = await user_id_of(await member(stand, tenant_id, "developer", ADA))
+    tenant = parse_id("tenant", tenant_id)
+    operator = Principal("admin_key", "admin")
+
+    async def remove() -> None:
+        async with stand.db.sessions.begin() as session:
+            await members.remove(session, operator, SYSTEM, tenant, user_id=ada_id, if_match=None)
+
+    async with stand.db.sessions() as session:
+        new = NewKey(name="k", owner_id=ada_id)
+        made = await key_service.create_key(session, SYSTEM, PEPPER, tenant, new)
+        removal = asyncio.create_task(remove())
+        await asyncio.sleep(0.3)  # it reaches the membership, and waits there
+        assert not removal.done()
+        await session.commit()
+    await removal
+    async with stand.db.sessions() as session:
+        key = (await key_service.get_key(session, tenant, made.key.id)).key
+        assert (key.status, key.revoke_reason) == ("revoked", "their owner left the tenant")
+        # And the other way round: whoever comes after the removal finds no member.
+        with pytest.raises(NotFoundError, match="owner_id"):
+            await key_service.create_key(session, SYSTEM, PEPPER, tenant, new)
