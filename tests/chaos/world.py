@@ -27,7 +27,7 @@ import redis
 from loraplex_platform.db import LedgerEntry, migrate
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.ids import uuid7
-from loraplex_platform.local.embedded import end_server, start_postgres, start_redis
+from loraplex_platform.local.embedded import start_postgres, start_redis
 from loraplex_platform.local.server_process import EmbeddedServer
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.settings import MigrationSettings
@@ -124,8 +124,7 @@ class World:
     """See the module's header."""
 
     folder: Path
-    postgres: EmbeddedServer
-    redis: EmbeddedServer
+    servers: dict[str, EmbeddedServer]
     db: Database
     engine: FakeEngine
     customer: Customer | None = None
@@ -140,9 +139,9 @@ class World:
         postgres = start_postgres(folder / "pg", is_durable=True)
         redis_server = start_redis(folder / "redis")
         async with contextlib.AsyncExitStack() as stack:
+            servers = {"postgres": postgres, "redis": redis_server}
             # Whoever runs there at the end: some cases start new ones.
-            stack.callback(end_server, "postgres", folder / "pg")
-            stack.callback(end_server, "redis", folder / "redis")
+            stack.callback(lambda: [server.stop() for server in servers.values()])
             migrate.upgrade(database_settings(postgres.url))
             migrate.ensure_serving_role(
                 MigrationSettings.model_validate(
@@ -156,11 +155,21 @@ class World:
             engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
             await stack.enter_async_context(engine)
             tiny_model.write(folder / "model")
-            world = cls(folder, postgres, redis_server, db, engine)
+            world = cls(folder, servers, db, engine)
             announcing = asyncio.create_task(world._announce_forever())
             stack.callback(announcing.cancel)
             await stack.enter_async_context(world.worker())
             yield world
+
+    @property
+    def postgres(self) -> EmbeddedServer:
+        """The one that runs now."""
+        return self.servers["postgres"]
+
+    @property
+    def redis(self) -> EmbeddedServer:
+        """The one that runs now."""
+        return self.servers["redis"]
 
     # ------------------------------------------------------------------ processes
 
@@ -267,13 +276,13 @@ class World:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.postgres.pid, signal.SIGKILL)
         self.postgres.stop()
-        self.postgres = start_postgres(self.folder / "pg", is_durable=True)
+        self.servers["postgres"] = start_postgres(self.folder / "pg", is_durable=True)
 
     def restart_redis(self) -> None:
         """kill -9 and an empty new one on the same socket."""
         os.kill(self.redis.pid, signal.SIGKILL)
         self.redis.stop()
-        self.redis = start_redis(self.folder / "redis")
+        self.servers["redis"] = start_redis(self.folder / "redis")
 
     def owner(self) -> psycopg.Connection[Any]:
         """A connection as the database's owner."""
