@@ -71,10 +71,20 @@ class PumpSupervisor:
                 log_crash("renew_crashed", error)
 
     async def renew_once(self) -> None:
-        """One round."""
-        if self._rates is not None:
-            gates = [pump.gate for pump in self._tasks.values() if pump.gate is not None]
-            await self._rates.renew([g.admission for g in gates if g.admission is not None])
+        """One round. A Redis that is slow or away costs no lease: both are renewed at once."""
+        await asyncio.gather(self._renew_leases(), self._renew_places())
+
+    async def _renew_places(self) -> None:
+        if self._rates is None:
+            return
+        gates = [pump.gate for pump in self._tasks.values() if pump.gate is not None]
+        try:
+            async with asyncio.timeout(self._renew_interval_s / 2):
+                await self._rates.renew([g.admission for g in gates if g.admission is not None])
+        except TimeoutError:
+            log.warning("places_not_renewed", reason="Redis is slow.")
+
+    async def _renew_leases(self) -> None:
         pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
         renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
         for request_id in await metering.renew(self._sessions, renewals, lease_s=self._lease_s):

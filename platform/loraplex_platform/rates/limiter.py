@@ -16,6 +16,7 @@ What Redis is asked for and does not answer is forgotten there by itself: places
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from uuid import UUID
@@ -167,15 +168,20 @@ class RateLimiter:
             for share in admission.shares:
                 if share.place_keys and not admission.is_released:
                     held[share.tag].append((admission.claim.request_id, share.place_keys))
-        for tag, requests in held.items():
-            for start in range(0, len(requests), RENEW_BATCH):
-                batch = requests[start : start + RENEW_BATCH]
-                names = [n for id_, places in batch for n in (keys.admission(tag, id_), *places)]
-                flat: list[Argument] = [v for id_, places in batch for v in (id_.hex, len(places))]
-                try:
-                    await self._redis.run(scripts.RENEW, names, [self._lease_ms, *flat])
-                except RedisAwayError:
-                    return
+        batches = [
+            (tag, requests[start : start + RENEW_BATCH])
+            for tag, requests in held.items()
+            for start in range(0, len(requests), RENEW_BATCH)
+        ]
+        await asyncio.gather(*(self._renew_batch(self._redis, *batch) for batch in batches))
+
+    async def _renew_batch(
+        self, redis: DeadlineRedis, tag: str, batch: list[tuple[UUID, list[str]]]
+    ) -> None:
+        names = [n for id_, places in batch for n in (keys.admission(tag, id_), *places)]
+        flat: list[Argument] = [v for id_, places in batch for v in (id_.hex, len(places))]
+        with contextlib.suppress(RedisAwayError):
+            await redis.run(scripts.RENEW, names, [self._lease_ms, *flat])
 
     # ------------------------------------------------------------------ with Redis
 

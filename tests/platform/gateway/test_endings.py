@@ -14,6 +14,7 @@ import pytest
 from loraplex_platform.db import Gateway as GatewayRow
 from loraplex_platform.db import Request
 from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.gateway import pump_supervisor
 from loraplex_platform.gateway.errors import GatewayDrainingError
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.records import Renewal
@@ -363,6 +364,31 @@ async def test_a_long_request_renews_its_lease_with_a_checkpoint(stand: Stand) -
     assert after[0] > 0
     assert after[1] > before[1]
     await stand.settled()
+
+
+async def test_a_redis_that_never_answers_costs_no_lease(
+    own_stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = own_stand
+    pumps = stand.gateway.pumps
+    renewed = asyncio.Event()
+
+    async def hang(_: Any) -> None:
+        await renewed.wait()
+        await asyncio.Event().wait()
+
+    async def renew(*_: Any, **__: Any) -> set[Any]:
+        renewed.set()
+        return set()
+
+    monkeypatch.setattr(stand.gateway.admissions.rates, "renew", hang)
+    monkeypatch.setattr(pump_supervisor.metering, "renew", renew)
+    monkeypatch.setattr(pumps, "_renew_interval_s", 0.2)
+
+    async with asyncio.timeout(5.0):
+        await pumps.renew_once()
+
+    assert renewed.is_set()
 
 
 async def test_a_lost_lease_stops_the_engine_and_leaves_the_books(own_stand: Stand) -> None:

@@ -12,8 +12,16 @@ from loraplex_platform.ids import uuid7
 from loraplex_platform.outbox.queries import Message
 from loraplex_platform.quotas.records import EffectiveLimits
 from loraplex_platform.rates import keys
-from loraplex_platform.rates.admission import Claim, RateLimitedError, TokenUse, go_duration
+from loraplex_platform.rates.admission import (
+    Admission,
+    Claim,
+    RateLimitedError,
+    TokenUse,
+    go_duration,
+)
+from loraplex_platform.rates.limiter import RateLimiter
 from loraplex_platform.rates.versions import version_topic
+from prometheus_client import CollectorRegistry
 
 from tests.platform.rates.stand import (
     ACME,
@@ -28,7 +36,10 @@ from tests.platform.rates.stand import (
 )
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from loraplex_platform.quotas.records import RateMetric
+    from loraplex_platform.rates.queries import Place
 
 
 async def test_headers_show_the_tightest_limit_of_each_kind(world: World) -> None:
@@ -206,6 +217,36 @@ async def test_a_place_is_kept_as_long_as_it_is_renewed(world: World) -> None:
     assert len(passed) == 1
     await gateway.renew([lost, kept])  # it lives after all: it is counted again
     assert len(await admitted([gateway], [claim(one)])) == 0
+
+
+async def test_places_of_many_tenants_are_renewed_together() -> None:
+    num_open = most_open = 0
+
+    class Slow:
+        epoch = "x"
+
+        async def run(self, *_: object) -> int:
+            nonlocal num_open, most_open
+            num_open += 1
+            most_open = max(most_open, num_open)
+            await asyncio.sleep(0.01)
+            num_open -= 1
+            return 1
+
+    async def nobody(_: UUID | None) -> list[Place]:
+        return []
+
+    admissions = []
+    for _ in range(50):
+        tenant_id = uuid7()
+        place = limit("concurrency", 9, scope_id=tenant_id, owner_tenant_id=tenant_id)
+        one = Admission(claim(place, tenant_id=tenant_id))
+        one.shares = list(one.claim.shares())
+        admissions.append(one)
+
+    await RateLimiter(Slow(), nobody, CollectorRegistry()).renew(admissions)  # type: ignore[arg-type]
+
+    assert most_open == len(admissions)
 
 
 # ---------------------------------------------------------------------------- versions
