@@ -21,7 +21,7 @@ from loraplex_engine.protocol import SamplingParams
 from starlette.requests import ClientDisconnect
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ModelNotFoundError
+from loraplex_platform.errors import ConflictError, IdempotencyReuseError, ModelNotFoundError
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -72,6 +72,7 @@ from loraplex_platform.rates.admission import Claim
 from loraplex_platform.tenancy.authentication import Authenticated, require_scope
 
 Parsed = TypeVar("Parsed")
+Endpoint = Literal["chat.completions", "completions"]
 
 router = APIRouter(prefix="/v1", tags=["Completions"])
 
@@ -89,7 +90,7 @@ async def create_chat_completion(
     """Answer a conversation with the model or adapter deployment named in `model`."""
     require_scope(caller, "inference")
     raw = await _read_body(request)
-    retry = await gateway.retries.begin(request, caller, "chat.completions", raw)
+    retry = await _begin(request, gateway, caller, "chat.completions", raw)
     if isinstance(retry, Response):
         return retry
     body, messages = await _parse(_parse_chat, raw)
@@ -144,7 +145,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
     """Continue a raw prompt, given as text or as token ids."""
     require_scope(caller, "inference")
     raw = await _read_body(request)
-    retry = await gateway.retries.begin(request, caller, "completions", raw)
+    retry = await _begin(request, gateway, caller, "completions", raw)
     if isinstance(retry, Response):
         return retry
     body = await _parse(parse_completion, raw)
@@ -198,6 +199,31 @@ async def _read_body(request: Request) -> bytes:
         raise RequestTimeoutError(f"The body took longer than {_BODY_TIMEOUT_S:g} s.") from None
     except ClientDisconnect:
         raise AbandonedError("The client left while it sent the body.") from None
+
+
+async def _begin(
+    request: Request, gateway: Gateway, caller: Authenticated, endpoint: Endpoint, body: bytes
+) -> Retry | Response | None:
+    """`Retries.begin`; what it answers itself nothing admits, so the caller is looked up again here.
+
+    A kept answer is only for who may still call its model.
+    """
+
+    async def confirm() -> Authenticated:
+        who = await find_caller(request, is_fresh=True)
+        require_scope(who, "inference")
+        return who
+
+    try:
+        retry = await gateway.retries.begin(request, caller, endpoint, body)
+    except (ConflictError, IdempotencyReuseError):
+        await confirm()
+        raise
+    if isinstance(retry, Response):
+        parse = parse_chat if endpoint == "chat.completions" else parse_completion
+        asked = await _parse(parse, body)
+        await _find_model(gateway, await confirm(), asked.model)
+    return retry
 
 
 async def _parse(parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
@@ -282,7 +308,7 @@ def _job(
     caller: Authenticated,
     *,
     model: queries.ServedModel,
-    endpoint: Literal["chat.completions", "completions"],
+    endpoint: Endpoint,
     body: ChatRequest | CompletionRequest,
     prompt_ids: list[int],
     sampling: SamplingParams,

@@ -218,6 +218,39 @@ async def test_a_tenant_that_asked_for_it_gets_the_same_answer_again(
     assert (await num_billed(stand), len(stand.generated)) == (billed, asked)
 
 
+async def test_a_kept_answer_is_only_for_who_may_still_call_its_model(own_stand: Stand) -> None:
+    stand = own_stand
+    stand.engine.script = says("remember me")
+    headers, unkept = fresh_key(), fresh_key()
+    await stand.http().post(CHAT, json=_BODY, headers=unkept)
+    await run_sql(stand.db, "update tenants set replays_answers = true")
+    first = await stand.http().post(CHAT, json=_BODY, headers=headers)
+    assert first.status_code == 200
+    # Remembered as it was for as long as a test takes: what is compared is what counts.
+    known = stand.gateway.admissions.keys
+    await known.find(stand.customer.secret, "")
+    known._ttl_s = 600.0
+
+    await run_sql(
+        stand.db,
+        "insert into key_model_grants (key_id, tenant_id, target_kind, target_id)"
+        " select id, tenant_id, 'deployment', gen_random_uuid() from api_keys where id = :id",
+        id=stand.customer.key_id,
+    )
+    elsewhere = await stand.http().post(CHAT, json=_BODY, headers=headers)
+    assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await known.find(stand.customer.secret, "")).key_id == stand.customer.key_id
+
+    await run_sql(
+        stand.db,
+        "update api_keys set status = 'revoked', revoked_at = now() where id = :id",
+        id=stand.customer.key_id,
+    )
+    for key in (headers, unkept):
+        revoked = await stand.http().post(CHAT, json=_BODY, headers=key)
+        assert revoked.status_code == 401, revoked.text
+
+
 async def test_kept_answers_are_sealed_and_of_one_secret_and_place(keeping: Stand) -> None:
     stand = keeping
     stand.engine.script = says("remember me")
