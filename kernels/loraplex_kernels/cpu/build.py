@@ -33,7 +33,10 @@ FLAGS: Final = (
     "-fPIC",
 )
 
-COMPILE_TIMEOUT_S: Final = 120
+# On a free core a compile takes seconds, but on a machine whose cores are all busy (a load of 10 on two)
+# 120 s were not enough: the process then did without native kernels for as long as it lived. This is for a
+# compiler that hangs.
+COMPILE_TIMEOUT_S: Final = 600
 
 
 class NativeBuildError(Exception):
