@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex_platform.cli.errors import CommandGroup
+from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+
+if TYPE_CHECKING:
+    from loraplex_platform.admin_client import AdminClient
+
+UserArgument = Annotated[str, typer.Argument(help="E-mail or user id (usr_...).")]
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="People who use the console.")
 
@@ -42,12 +47,117 @@ def create(
 
       loraplex users create ada@example.com --role viewer
     """
-    import sys
-
-    if sys.stdin.isatty():
-        password = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    else:
-        password = sys.stdin.readline().rstrip("\r\n")
+    password = _read_password()
     with open_admin(data_dir, control_url) as admin:
         user = admin.create_user(email, password, role.value)
     typer.echo(user["id"])
+
+
+@app.command()
+def disable(
+    user: UserArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Refuse somebody's logins and end their sessions at once.
+
+    Example:
+
+      loraplex users disable ada@example.com
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = _find(admin, user)
+        admin.call("POST", f"/users/{found['id']}/disable")
+    typer.echo(f"disabled {found['email']}")
+
+
+@app.command()
+def enable(
+    user: UserArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Let somebody log in again.
+
+    Example:
+
+      loraplex users enable ada@example.com
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = _find(admin, user)
+        admin.call("POST", f"/users/{found['id']}/enable")
+    typer.echo(f"enabled {found['email']}")
+
+
+@app.command("remove-role")
+def remove_role(
+    user: UserArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Take somebody's role on the platform away; what they are in tenants stays.
+
+    Example:
+
+      loraplex users remove-role ada@example.com
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = _find(admin, user)
+        admin.call("DELETE", f"/users/{found['id']}/role")
+    typer.echo(f"{found['email']} has no role on the platform")
+
+
+@app.command("reset-password")
+def reset_password(
+    user: UserArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Give somebody another password.
+
+    Their sessions end, and an identity at a login provider that was theirs is
+    theirs no more. The password is asked for as `loraplex users create` does.
+
+    Example:
+
+      loraplex users reset-password ada@example.com
+    """
+    password = _read_password()
+    with open_admin(data_dir, control_url) as admin:
+        found = _find(admin, user)
+        admin.call("POST", f"/users/{found['id']}/password", {"password": password})
+    typer.echo(f"{found['email']} has another password")
+
+
+@app.command()
+def logout(
+    user: UserArgument,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """End all of somebody's sessions.
+
+    Example:
+
+      loraplex users logout ada@example.com
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = _find(admin, user)
+        admin.call("POST", f"/users/{found['id']}/logout")
+    typer.echo(f"logged out {found['email']}")
+
+
+def _read_password() -> str:
+    import sys
+
+    if sys.stdin.isatty():
+        asked = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+        return str(asked)
+    return sys.stdin.readline().rstrip("\r\n")
+
+
+def _find(admin: AdminClient, user: str) -> dict[str, Any]:
+    for found in admin.pages("/users"):
+        if user.lower() in (found["id"], found["email"]):
+            return found
+    raise CommandError(f"there is no user {user}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -32,6 +33,17 @@ async def lock_user(session: AsyncSession, user_id: UUID) -> User | None:
     """By id, as they are now; nobody else changes or logs in as them until the transaction ends."""
     statement = select(User).where(User.id == user_id).with_for_update(key_share=True)
     return await session.scalar(statement, execution_options={"populate_existing": True})
+
+
+async def lock_admins(session: AsyncSession) -> Sequence[UUID]:
+    """Platform admins who may log in now; none ceases to be one until the transaction ends."""
+    statement = (
+        select(User.id)
+        .where(User.platform_role == "admin", User.disabled_at.is_(None))
+        .order_by(User.id)
+        .with_for_update(key_share=True)
+    )
+    return (await session.scalars(statement)).all()
 
 
 async def find_user_by_identity(session: AsyncSession, identity: Identity) -> User | None:

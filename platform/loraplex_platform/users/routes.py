@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
 
 from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.auth import SESSION_COOKIE, CurrentPrincipal, check_origin
@@ -17,12 +19,15 @@ from loraplex_platform.users import queries, service
 from loraplex_platform.users.schemas import (
     Credentials,
     NewUser,
+    PasswordReset,
     SessionResource,
     UserResource,
     show_session,
     show_user,
 )
 from loraplex_platform.users.visitor import visitor_address
+
+UserId = Annotated[str, Path(description="The user's id, `usr_...`.")]
 
 router = admin_router("/users", "Users")
 sessions_router = admin_router("/sessions", "Sessions")
@@ -51,6 +56,49 @@ async def list_users(page: Paging, session: DbSession) -> ListPage[UserResource]
     """Everyone who may log in, newest first."""
     rows, has_more = await fetch(session, queries.all_users(), User.id, page, "user")
     return to_list(rows, has_more, show_user)
+
+
+@router.post("/{user_id}/disable")
+@requires("user.write")
+async def disable_user(user_id: UserId, request: Request, session: DbSession) -> UserResource:
+    """Refuse somebody's logins and end their sessions at once. Not the last platform admin's."""
+    changed = await service.set_enabled(session, request.state.actor, user_id, is_enabled=False)
+    return show_user(changed)
+
+
+@router.post("/{user_id}/enable")
+@requires("user.write")
+async def enable_user(user_id: UserId, request: Request, session: DbSession) -> UserResource:
+    """Let somebody log in again."""
+    changed = await service.set_enabled(session, request.state.actor, user_id, is_enabled=True)
+    return show_user(changed)
+
+
+@router.delete("/{user_id}/role")
+@requires("user.write")
+async def remove_user_role(user_id: UserId, request: Request, session: DbSession) -> UserResource:
+    """Take a role on the platform away. Memberships stay. Not the last platform admin's."""
+    return show_user(await service.remove_role(session, request.state.actor, user_id))
+
+
+@router.post("/{user_id}/password")
+@requires("user.write")
+async def reset_user_password(
+    user_id: UserId, body: PasswordReset, request: Request, context: Context, session: DbSession
+) -> UserResource:
+    """Give somebody another password. Their sessions and their identity at a login provider end."""
+    actor: Actor = request.state.actor
+    changed = await service.reset_password(
+        session, context.passwords, actor, user_id, body.password
+    )
+    return show_user(changed)
+
+
+@router.post("/{user_id}/logout", status_code=204)
+@requires("user.write")
+async def end_user_sessions(user_id: UserId, request: Request, session: DbSession) -> None:
+    """End all of somebody's sessions."""
+    await service.end_sessions(session, request.state.actor, user_id)
 
 
 @login_router.post("", status_code=201)

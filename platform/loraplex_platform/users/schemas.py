@@ -53,6 +53,16 @@ class NewUser(Body):
     role: Role = Field(description="`viewer` may only read.")
 
 
+class PasswordReset(Body):
+    """A password that an operator hands to somebody."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"password": "correct horse battery"}]}
+    )
+
+    password: NewPassword
+
+
 class Credentials(Body):
     """What a login needs."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import cast
+from typing import Any, cast
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -15,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.control.permissions import TenantRole
 from loraplex_platform.db import Session, User
-from loraplex_platform.errors import ConflictError, InvalidApiKeyError
-from loraplex_platform.ids import format_id, uuid7
+from loraplex_platform.errors import ConflictError, InvalidApiKeyError, NotFoundError
+from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users import queries, throttle
 from loraplex_platform.users.oidc import Identity, OidcLoginError
@@ -75,6 +76,102 @@ async def create_user(
         detail={"email": new.email, "role": new.role},
     )
     return await queries.get_user(session, user.id)
+
+
+async def set_enabled(
+    session: AsyncSession, actor: Actor, user_id: str, *, is_enabled: bool
+) -> User:
+    """Let a user log in again, or no more; switching off ends their sessions at once.
+
+    Raises:
+        NotFoundError: no such user.
+        ConflictError: they are the last platform admin.
+    """
+    admins = await queries.lock_admins(session)
+    user = await _lock(session, user_id)
+    if (user.disabled_at is None) == is_enabled:
+        return user
+    if not is_enabled:
+        _keep_an_admin(admins, user)
+    user.disabled_at = None if is_enabled else datetime.now(UTC)
+    await session.flush()
+    if not is_enabled:
+        await queries.revoke_sessions_of(session, user.id)
+    _record(session, actor, "user.enable" if is_enabled else "user.disable", user)
+    return user
+
+
+async def remove_role(session: AsyncSession, actor: Actor, user_id: str) -> User:
+    """Take a user's role on the platform away, from their next request on; memberships stay.
+
+    Raises:
+        NotFoundError: no such user.
+        ConflictError: they are the last platform admin.
+    """
+    admins = await queries.lock_admins(session)
+    user = await _lock(session, user_id)
+    before = user.platform_role
+    if before is None:
+        return user
+    _keep_an_admin(admins, user)
+    user.platform_role = None
+    await session.flush()
+    _record(session, actor, "user.remove_role", user, {"before": before})
+    return user
+
+
+async def reset_password(
+    session: AsyncSession, passwords: Passwords, actor: Actor, user_id: str, password: str
+) -> User:
+    """Give a user another password; what they logged in with before, sessions included, is over.
+
+    Raises:
+        NotFoundError: no such user.
+    """
+    password_hash = await passwords.hash(password)  # before anything is locked
+    user = await _lock(session, user_id)
+    await forget_logins(session, user)
+    user.password_hash = password_hash
+    await session.flush()
+    _record(session, actor, "user.reset_password", user)
+    return user
+
+
+async def end_sessions(session: AsyncSession, actor: Actor, user_id: str) -> None:
+    """Log a user out everywhere.
+
+    Raises:
+        NotFoundError: no such user.
+    """
+    user = await _lock(session, user_id)
+    await queries.revoke_sessions_of(session, user.id)
+    _record(session, actor, "user.log_out", user)
+
+
+async def _lock(session: AsyncSession, user_id: str) -> User:
+    try:
+        user = await queries.lock_user(session, parse_id("user", user_id))
+    except MalformedIdError:
+        user = None
+    if user is None:
+        raise NotFoundError("No such user.")
+    return user
+
+
+def _keep_an_admin(admins: Sequence[UUID], user: User) -> None:
+    if list(admins) == [user.id]:
+        raise ConflictError("This is the last platform admin: make somebody else one first.")
+
+
+def _record(
+    session: AsyncSession,
+    actor: Actor,
+    action: str,
+    user: User,
+    detail: dict[str, Any] | None = None,
+) -> None:
+    detail = {"email": user.email} | (detail or {})
+    record(session, actor, action, "user", format_id("user", user.id), detail=detail)
 
 
 async def log_in(

@@ -19,7 +19,7 @@ from loraplex_platform.tenancy.authentication import Authenticated, authenticate
 
 from tests.platform.cli.test_commands import run
 from tests.platform.control.people import join
-from tests.platform.control.stand import ADMIN_KEY, Stand
+from tests.platform.control.stand import ADMIN_KEY, PASSWORD, Stand
 from tests.platform.control.test_playground import serving
 from tests.support.metering import PEPPER
 
@@ -157,3 +157,22 @@ async def test_members_come_change_and_go(terminal: Terminal) -> None:
     assert "has no member" in await terminal.refused("members", "remove", *ada)
     [left] = json.loads(await terminal.done("members", "list", "-t", "acme", "--json"))
     assert (left["email"], left["role"]) == ("b@example.com", "owner")
+
+
+async def test_users_are_switched_off_and_on_and_lose_their_role(terminal: Terminal) -> None:
+    boss = await terminal.stand.login("admin", "boss@example.com")
+    ada = await terminal.stand.login("viewer", "ada@example.com")
+    current = "/admin/v1/sessions/current"
+
+    await terminal.done("users", "logout", "Ada@example.com")
+    assert (await ada.get(current)).status_code == 401
+    await terminal.done("users", "disable", "ada@example.com")
+    login = {"email": "ada@example.com", "password": PASSWORD}
+    assert (await ada.post("/admin/v1/sessions", json=login)).status_code == 401
+    await terminal.done("users", "enable", "ada@example.com")
+    assert (await ada.post("/admin/v1/sessions", json=login)).status_code == 201
+    await terminal.done("users", "remove-role", "ada@example.com")
+    assert (await ada.get(current)).json()["user"]["role"] is None
+    assert "last platform admin" in await terminal.refused("users", "disable", "boss@example.com")
+    assert "no user" in await terminal.refused("users", "disable", "nobody@example.com")
+    assert (await boss.get(current)).status_code == 200

@@ -60,6 +60,7 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/admin/v1/users"): {
         "json": {"email": "by-{n}@example.org", "password": "long enough pw", "role": "viewer"}
     },
+    ("POST", "/admin/v1/users/{user_id}/password"): {"json": {"password": "another long pw"}},
     ("GET", "/admin/v1/usage"): {"params": {"start_time": 0}},
 }
 

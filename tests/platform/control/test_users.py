@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from loraplex_platform.db import AuditLog, User
+from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.users import throttle
 from loraplex_platform.users.visitor import parse_networks, visitor_address
+from sqlalchemy import select
 
+from tests.platform.control.people import user_id_of
 from tests.platform.control.stand import CONSOLE, CONTROL, PASSWORD, Stand, error_of
 from tests.support.metering import run_sql
 
@@ -264,3 +269,61 @@ async def test_cookie_borne_writes_come_from_our_own_pages(stand: Stand) -> None
         # The admin key is not sent by browsers on their own.
         keyed = await stand.admin.post("/admin/v1/tenants", json=body, headers=headers)
         assert keyed.status_code == 201
+
+
+async def test_an_operator_ends_logins_and_the_audit_log_says_so(stand: Stand) -> None:
+    boss = await stand.login("admin", "boss@example.com")
+    ada = await stand.login("viewer", "ada@example.com")
+    path = f"/admin/v1/users/{await user_id_of(ada)}"
+    current = "/admin/v1/sessions/current"
+    await run_sql(
+        stand.db, "update users set oidc_issuer = 'i', oidc_subject = 's' where email ~ 'ada'"
+    )
+
+    for method, what in (("POST", "disable"), ("DELETE", "role"), ("POST", "logout")):
+        error_of(await ada.request(method, f"{path}/{what}"), 403, "permission_denied")
+    short = await boss.post(f"{path}/password", json={"password": "short"})
+    assert error_of(short, 400, "invalid_request")["param"] == "password"
+    assert (await boss.post(f"{path}/password", json={"password": "a new password"})).is_success
+    assert (await ada.get(current)).status_code == 401
+    async with stand.db.sessions() as session:
+        tied = await session.scalars(select(User.email).where(User.oidc_subject.is_not(None)))
+        assert tied.all() == []
+    for password, status in ((PASSWORD, 401), ("a new password", 201)):
+        body = {"email": "ada@example.com", "password": password}
+        assert (await ada.post("/admin/v1/sessions", json=body)).status_code == status
+    disabled = await boss.post(f"{path}/disable")
+    assert disabled.json()["disabled_at"] is not None
+    assert (await boss.post(f"{path}/disable")).json() == disabled.json()  # once is enough
+    assert (await ada.get(current)).status_code == 401
+    assert (await boss.post(f"{path}/enable")).json()["disabled_at"] is None
+    assert (await ada.get(current)).status_code == 401  # sessions do not come back
+    assert (await boss.delete(f"{path}/role")).json()["role"] is None
+    async with stand.db.sessions() as session:
+        actions = await session.scalars(
+            select(AuditLog.action)
+            .where(AuditLog.object_id == path.rsplit("/", 1)[1], AuditLog.actor_kind == "user")
+            .order_by(AuditLog.id)
+        )
+        found = actions.all()
+    assert found == [
+        "user.reset_password",
+        "user.disable",
+        "user.enable",
+        "user.remove_role",
+    ]
+    for user_id in (format_id("user", uuid7()), "usr_x", "x"):
+        error_of(await boss.post(f"/admin/v1/users/{user_id}/logout"), 404, "not_found")
+
+
+async def test_of_two_admins_who_go_at_once_one_stays(stand: Stand) -> None:
+    ids = [
+        await user_id_of(await stand.login("admin", f"{name}@example.com")) for name in ("a", "b")
+    ]
+
+    answers = await asyncio.gather(
+        stand.admin.delete(f"/admin/v1/users/{ids[0]}/role"),
+        stand.admin.post(f"/admin/v1/users/{ids[1]}/disable"),
+    )
+
+    assert sorted(answer.status_code for answer in answers) == [200, 409]
