@@ -240,8 +240,10 @@ CREATE FUNCTION loraplex_ledger_sum(w quota_windows) RETURNS numeric
     LANGUAGE plpgsql STABLE
     AS $$
     DECLARE
-        -- Ids are at most ten minutes off: enough to read the right partitions only.
+        -- Ids are at most ten minutes off: so this reads a period's own lines only.
         first_id uuid := loraplex_uuid7_floor(greatest(w.period_start - interval '11 minutes', 'epoch'));
+        end_id uuid := coalesce(loraplex_uuid7_floor(w.period_end + interval '11 minutes'),
+            'ffffffff-ffff-ffff-ffff-ffffffffffff');
         used numeric;
     BEGIN
         SELECT coalesce(sum(CASE w.metric
@@ -251,13 +253,14 @@ CREATE FUNCTION loraplex_ledger_sum(w quota_windows) RETURNS numeric
             WHEN 'tokens_total' THEN l.prompt_tokens + l.completion_tokens
             ELSE l.amount_pico END), 0) INTO used
         FROM ledger l
-        LEFT JOIN requests r ON r.id = l.entry_id
+        LEFT JOIN requests r ON r.id = l.entry_id AND r.id >= first_id AND r.id < end_id
         LEFT JOIN adapter_versions v ON r.id IS NULL AND v.id = l.adapter_version_id
         CROSS JOIN LATERAL (
             SELECT coalesce(r.admitted_at, to_timestamp(
                 ('x' || left(replace(l.entry_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)) AS at
         ) admitted
         WHERE l.kind = 'usage' AND l.account = 'revenue' AND l.entry_id >= first_id
+            AND l.entry_id < end_id
             -- What counts everybody's requests reads everybody's lines; the others by their index.
             AND l.tenant_id = ANY (CASE WHEN w.tenant_id IS NULL
                 THEN (SELECT array_agg(t.id) FROM tenants t) ELSE ARRAY[w.tenant_id] END)
@@ -353,13 +356,16 @@ CREATE FUNCTION loraplex_set_up_quota(limit_id uuid) RETURNS void
         zone text;
         w quota_windows;
         ids bigint[] := '{}';
+        at timestamptz;
     BEGIN
         SELECT * INTO STRICT l FROM limits WHERE id = limit_id;
         PERFORM loraplex_lock_limits(l.tenant_id);
+        -- Not now(): a period may have ended while this waited for the lock.
+        at := clock_timestamp();
         zone := loraplex_zone_of(l.tenant_id);
         -- All buckets of a rolling window: also one without a row may have had usage.
         FOR back IN 0 .. CASE l.period WHEN 'rolling' THEN 24 ELSE 0 END LOOP
-            w := loraplex_window(l, now() - make_interval(secs => back * (l.window_s / 24)), zone);
+            w := loraplex_window(l, at - make_interval(secs => back * (l.window_s / 24)), zone);
             ids := ids || w.id;
         END LOOP;
         PERFORM loraplex_seed_windows(ids);
@@ -371,14 +377,15 @@ CREATE FUNCTION loraplex_set_up_quota(limit_id uuid) RETURNS void
 CREATE FUNCTION loraplex_note_use(limit_id uuid) RETURNS void
     LANGUAGE sql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
     AS $$
-        UPDATE limits l SET changed_at = now(), used_then = coalesce((
+        -- The clock's time, not the transaction's: it may have waited for a lock into another period.
+        UPDATE limits l SET changed_at = c.at, used_then = coalesce((
             SELECT sum(q.committed + q.held) FROM quota_windows q
             WHERE q.scope_kind = l.scope_kind AND q.scope_id = l.scope_id
                 AND q.metric = l.metric AND q.period = l.period AND q.window_s = l.window_s
                 AND CASE l.period WHEN 'rolling'
-                    THEN q.period_start > now() - make_interval(secs => l.window_s / 24 * 25)
-                    ELSE q.period_end IS NULL OR q.period_end > now() END), 0)
-        WHERE l.id = limit_id
+                    THEN q.period_start > c.at - make_interval(secs => l.window_s / 24 * 25)
+                    ELSE q.period_end IS NULL OR q.period_end > c.at END), 0)
+        FROM (SELECT clock_timestamp() AS at OFFSET 0) c WHERE l.id = limit_id
     $$;
 
 -- A tenant in another time zone has other periods at once; what was used in them stays used.
@@ -387,14 +394,16 @@ CREATE FUNCTION loraplex_move_zone() RETURNS trigger
     AS $$
     DECLARE
         ids bigint[];
+        at timestamptz;
     BEGIN
         PERFORM loraplex_lock_limits(NEW.id);
+        at := clock_timestamp();
         WITH moved AS (
             UPDATE quota_windows q SET (period_start, period_end) = (
                 SELECT p.period_start, p.period_end
-                FROM loraplex_period(q.period, q.window_s, NEW.billing_tz, now()) p)
+                FROM loraplex_period(q.period, q.window_s, NEW.billing_tz, at) p)
             WHERE q.tenant_id = NEW.id AND q.period IN ('day', 'month')
-                AND q.period_start <= now() AND q.period_end > now()
+                AND q.period_start <= at AND q.period_end > at
             RETURNING q.id
         )
         SELECT array_agg(id) INTO ids FROM moved;
@@ -406,14 +415,16 @@ CREATE TRIGGER tenants_move_zone AFTER UPDATE OF billing_tz ON tenants
     FOR EACH ROW WHEN (OLD.billing_tz IS DISTINCT FROM NEW.billing_tz)
     EXECUTE FUNCTION loraplex_move_zone();
 
--- Gateways keep what holds for a caller as long as the tenant's version of it stays.
+-- Gateways keep what holds for a caller as long as the tenant's version of it stays. A limit of
+-- everybody's requests changes no tenant, of which there may be very many: gateways read it again
+-- within seconds.
 CREATE FUNCTION loraplex_bump_limits() RETURNS trigger
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
     AS $$
     DECLARE
         owner uuid := CASE WHEN TG_OP = 'DELETE' THEN OLD.tenant_id ELSE NEW.tenant_id END;
     BEGIN
-        UPDATE tenants SET limits_version = limits_version + 1 WHERE owner IS NULL OR id = owner;
+        UPDATE tenants SET limits_version = limits_version + 1 WHERE id = owner;
         RETURN NULL;
     END
     $$;

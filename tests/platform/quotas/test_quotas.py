@@ -7,7 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import psycopg
 import pytest
+from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.db import (
     Adapter,
     AdapterVersion,
@@ -21,7 +23,9 @@ from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.quotas.errors import BudgetTooSmallError, QuotaExceededError
-from sqlalchemy import select
+from loraplex_platform.quotas.schemas import NewLimit
+from loraplex_platform.quotas.service import create_limit
+from sqlalchemy import select, text
 
 from tests.support.limits import (
     USD,
@@ -45,6 +49,66 @@ if TYPE_CHECKING:
 
 # The standard book's prices of the base: pico-USD per token.
 IN, CACHED, OUT = 20_000, 10_000, 40_000
+
+
+async def test_setting_a_rolling_quota_reads_a_line_of_the_ledger_about_once(
+    db: Database, db_url: str
+) -> None:
+    num_lines = 3000
+    customer = await add_customer(db)
+    request_id, _ = await reserve(db, customer)
+    await service.settle(db.sessions, settlement(request_id))
+    with psycopg.connect(db_url) as owner:
+        owner.execute("set session_replication_role = replica")
+        owner.execute(
+            "create temp table copies as select loraplex_uuid7_floor(at) as id from"
+            " generate_series(1, %s) n, lateral (select now() - n * interval '9 min' as at) t",
+            (num_lines,),
+        )
+        columns = owner.execute(
+            "select string_agg(column_name, ', ') from information_schema.columns where"
+            " table_name = 'ledger' and is_generated = 'NEVER' and column_name <> 'entry_id'"
+        ).fetchone()
+        assert columns is not None
+        owner.execute(
+            f"insert into ledger (entry_id, {columns[0]}) select copies.id,"  # type: ignore[arg-type]
+            f" {', '.join('l.' + name for name in columns[0].split(', '))}"
+            " from copies, ledger l where l.entry_id = %s",
+            (request_id,),
+        )
+    reads = text(
+        "select sum(coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0))"
+        " from pg_stat_xact_user_tables where relname like 'ledger%'"
+    )
+    new = {"scope_kind": "tenant", "scope_id": format_id("tenant", customer.tenant_id)}
+    new |= {"metric": "requests", "period": "rolling", "value": "9999"}
+
+    async with db.transaction() as session:
+        made = await create_limit(
+            session, SYSTEM, NewLimit.model_validate(new | {"window_hours": 720})
+        )
+        num_read = await session.scalar(reads)
+
+    assert made.use is not None
+    assert made.use.committed == num_lines + 1
+    assert num_lines < num_read < 2 * num_lines
+
+
+async def test_a_quota_that_waits_into_another_period_counts_that_one(
+    db: Database, db_url: str
+) -> None:
+    customer = await add_customer(db)
+    with psycopg.connect(db_url) as owner:
+        owner.execute("select loraplex_lock_limits(%s)", (customer.tenant_id,))
+        setting = asyncio.create_task(set_limit(db, customer, "requests", "9"))
+        await asyncio.sleep(0.5)
+        released_at = owner.execute("select clock_timestamp()").fetchone()
+    await setting
+
+    async with db.sessions() as session:
+        set_at = await session.scalar(text("select changed_at from limits"))
+    assert released_at is not None
+    assert set_at > released_at[0]
 
 
 def usd(pico: int) -> str:
