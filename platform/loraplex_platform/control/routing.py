@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
+from datetime import datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyCookie, HTTPBearer
+from sqlalchemy import func, select
 
 from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.auth import SESSION_COOKIE, Principal, authorize
@@ -138,18 +140,20 @@ async def in_transaction(
             in memory: it is run again where the transaction has lost a race.
     """
 
-    async def attempt() -> Response:
+    async def attempt() -> tuple[Response, datetime | None]:
         return await _run_transaction(request, handle, keyed)
 
-    response = await (retry_lost_races(attempt) if is_repeatable else attempt())
-    if request.method not in ("GET", "HEAD"):
-        await tell_gateways(get_context(request).versions)
+    response, changed_at = await (retry_lost_races(attempt) if is_repeatable else attempt())
+    if changed_at is not None:
+        await tell_gateways(get_context(request).versions, changed_at)
     return response
 
 
 async def _run_transaction(
     request: Request, handle: Handler, keyed: Idempotency | None
-) -> Response:
+) -> tuple[Response, datetime | None]:
+    """The response, and the `now()` of a transaction that may have changed something."""
+    changed_at = None
     async with get_context(request).sessions() as session:
         request.state.session = session
         reach: Reach = request.state.reach
@@ -164,8 +168,10 @@ async def _run_transaction(
                 await leave_tenants(session, platform_role)
             if keyed is not None:
                 await keyed.finish(session, response)
+            if request.method not in ("GET", "HEAD"):
+                changed_at = await session.scalar(select(func.now()))
             await session.commit()
-    return response
+    return response, changed_at
 
 
 async def run_once(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy import CursorResult, delete, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -21,6 +21,7 @@ _CLAIM = text("""
 with due as (
     select id from outbox
     where topic = :topic and done_at is null and dead_at is null and next_at <= now()
+        and (cast(:left_at as timestamptz) is null or created_at = :left_at)
     order by next_at, id limit :limit for update skip locked
 )
 update outbox set tries = tries + 1, next_at = now() + make_interval(secs => :claim_s)
@@ -50,10 +51,19 @@ class Backlog:
 
 
 async def claim(
-    session: AsyncSession, topic: str, *, limit: int, claim_s: float
+    session: AsyncSession,
+    topic: str,
+    *,
+    limit: int,
+    claim_s: float,
+    left_at: datetime | None = None,
 ) -> Sequence[Message]:
-    """Take messages that are due, oldest first; nobody else gets them for `claim_s`."""
-    parameters = {"topic": topic, "limit": limit, "claim_s": claim_s}
+    """Take messages that are due, oldest first; nobody else gets them for `claim_s`.
+
+    Args:
+        left_at: `now()` of the transaction that left them; None: whichever did.
+    """
+    parameters = {"topic": topic, "limit": limit, "claim_s": claim_s, "left_at": left_at}
     rows = (await session.execute(_CLAIM, parameters)).all()
     return sorted((Message(*row) for row in rows), key=lambda message: message.id)
 

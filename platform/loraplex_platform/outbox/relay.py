@@ -13,7 +13,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -93,8 +93,12 @@ class Relay:
         self._topic = topic
         self._metrics = metrics
 
-    async def relay_once(self) -> int:
-        """Deliver what is due, until nothing is; how many messages were delivered."""
+    async def relay_once(self, left_at: datetime | None = None) -> int:
+        """Deliver what is due, until nothing is; how many messages were delivered.
+
+        Args:
+            left_at: `now()` of the transaction whose messages alone are meant; None: everybody's.
+        """
         num_delivered = 0
         while True:
             async with self._sessions.begin() as session:
@@ -103,6 +107,7 @@ class Relay:
                     self._topic.name,
                     limit=self._topic.batch,
                     claim_s=self._topic.claim_s,
+                    left_at=left_at,
                 )
             if not messages:
                 return num_delivered

@@ -7,10 +7,12 @@ remembers anything, so losing it costs at most those few seconds.
 
 from __future__ import annotations
 
+from datetime import datetime
 from uuid import UUID
 
 import structlog
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import UnavailableError
 from loraplex_platform.outbox.queries import Message
 from loraplex_platform.outbox.relay import Relay, Topic
@@ -22,6 +24,7 @@ log = structlog.get_logger(__name__)
 
 TOPIC = "version"
 KEPT_S = 3600.0
+TELL_DEADLINE_S = 2.0
 
 
 def version_topic(redis: DeadlineRedis | None) -> Topic:
@@ -51,9 +54,15 @@ def version_topic(redis: DeadlineRedis | None) -> Topic:
     )
 
 
-async def tell_gateways(relay: Relay) -> None:
-    """Deliver the versions that a commit has just left. Never raises: the worker does what is left."""
+async def tell_gateways(relay: Relay, left_at: datetime) -> None:
+    """Deliver the versions that a transaction has just left, as far as that takes no longer than 2 s.
+
+    Never raises: the worker does what is left.
+
+    Args:
+        left_at: the transaction's `now()`. Whoever changes something waits for nobody else's backlog.
+    """
     try:
-        await relay.relay_once()
+        await within(TELL_DEADLINE_S, relay.relay_once(left_at))
     except UnavailableError as error:
         log.warning("versions_left_to_worker", reason=error.message)
