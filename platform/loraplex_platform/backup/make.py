@@ -20,7 +20,7 @@ from loraplex_engine.artifact import ADAPTER_FILES, AdapterNotStoredError, Adapt
 from loraplex_platform.backup import manifest as manifests
 from loraplex_platform.backup.errors import BackupError
 from loraplex_platform.backup.manifest import Manifest
-from loraplex_platform.backup.postgres_tools import find_tool, run
+from loraplex_platform.backup.postgres_tools import find_tool, read_url, run
 
 Tell = Callable[[str], None]
 
@@ -65,6 +65,7 @@ def make_backup(
         raise BackupError(f"{to} is not empty: name a new folder, so that no backup is overwritten")
     to.mkdir(parents=True, exist_ok=True)
     to.chmod(0o700)
+    read_url(url)  # psycopg would repeat one that it cannot read, with the password
     with psycopg.connect(url, application_name="loraplex backup") as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True

@@ -101,24 +101,38 @@ def _identify(path: Path) -> Tool | None:
     return None if match is None else Tool(path, int(match[1]))
 
 
-def environment_of(url: str) -> dict[str, str]:
-    """The process environment with the database of `url` as libpq's default.
+def read_url(url: str) -> dict[str, str]:
+    """What a database URL says, by libpq's names.
 
     Raises:
-        BackupError: the URL cannot be read, or says something that has no variable.
+        BackupError: it cannot be read, or says something that pg_dump cannot be told.
     """
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
-    except psycopg.ProgrammingError as error:
-        raise BackupError(f"LORAPLEX_DATABASE_URL cannot be read: {error}") from error
+    except psycopg.ProgrammingError:
+        # libpq repeats what it cannot read, and with it the password.
+        raise BackupError(
+            "LORAPLEX_DATABASE_URL cannot be read: write postgresql://user:password@host:port/database, "
+            "with special characters percent-encoded"
+        ) from None
     unknown = sorted(parts.keys() - _ENVIRONMENT.keys())
     if unknown:
         raise BackupError(
             f"LORAPLEX_DATABASE_URL sets {', '.join(unknown)}, which pg_dump cannot be told: leave it out"
         )
+    return {name: str(value) for name, value in parts.items()}
+
+
+def environment_of(url: str) -> dict[str, str]:
+    """The process environment with the database of `url` as libpq's default.
+
+    Raises:
+        BackupError: see `read_url`.
+    """
+    parts = read_url(url)
     # What the caller's shell says of some other database must not be mixed in.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-    return {**clean, **{_ENVIRONMENT[name]: str(value) for name, value in parts.items()}}
+    return {**clean, **{_ENVIRONMENT[name]: value for name, value in parts.items()}}
 
 
 def run(tool: Tool, arguments: Sequence[str], url: str) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 import psycopg
 from loraplex_engine.artifact import AdapterStore
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
 
 from loraplex_platform.backup import manifest as manifests
 from loraplex_platform.backup.errors import BackupError
 from loraplex_platform.backup.make import read_snapshot
 from loraplex_platform.backup.manifest import Manifest
-from loraplex_platform.backup.postgres_tools import find_tool, run
+from loraplex_platform.backup.postgres_tools import find_tool, read_url, run
 from loraplex_platform.db import migrate
 from loraplex_platform.settings import DatabaseSettings
 
@@ -57,6 +56,7 @@ def restore_backup(
     tell(f"{manifests.check_sums(folder)} files are as they were written")
     _check_revision(made)
     _check_secrets(made, secrets, is_allowed=allow_other_secrets)
+    read_url(url)  # psycopg would repeat one that it cannot read, with the password
     with psycopg.connect(url, autocommit=True) as connection:
         _check_empty(connection)
         server_major = connection.info.server_version // 10_000
@@ -69,7 +69,7 @@ def restore_backup(
             "--no-owner",
             "--exit-on-error",
             "--single-transaction",
-            f"--dbname={conninfo_to_dict(url).get('dbname', 'postgres')}",
+            f"--dbname={read_url(url).get('dbname', 'postgres')}",
             str(folder / manifests.DUMP),
         ],
         url,

@@ -9,6 +9,7 @@ import os
 import stat
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,6 +317,23 @@ def test_a_password_goes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["PGPASSWORD"], found["PGHOST"], found["PGSSLMODE"]) == ("s3cret", "db", "require")
     with pytest.raises(BackupError, match="keepalives"):
         postgres_tools.environment_of("postgresql://me@db/x?keepalives=1")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql//me:hunter2@db/x",
+        "postgresql://me:hunter2@[db/x",
+        "postgresql://me:hunter2@db/x?password",
+        "host=db password=hunter2 bogus",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_not_repeated(url: str) -> None:
+    with pytest.raises(BackupError, match="cannot be read: write postgresql://") as caught:
+        postgres_tools.environment_of(url)
+
+    told = "".join(traceback.format_exception(caught.value))
+    assert "hunter2" not in told
 
 
 async def test_the_command_line_saves_a_fleet_and_builds_a_new_data_directory(
