@@ -85,16 +85,17 @@ CREATE TRIGGER tr_price_books_guard BEFORE INSERT OR UPDATE OR DELETE ON price_b
 CREATE FUNCTION loraplex_guard_price_item() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     book uuid;
+    found_status text;
 BEGIN
     FOREACH book IN ARRAY ARRAY[
         CASE WHEN TG_OP <> 'DELETE' THEN NEW.price_book_id END,
         CASE WHEN TG_OP <> 'INSERT' THEN OLD.price_book_id END] LOOP
-        -- The lock keeps the book from being published while its prices change.
-        PERFORM 1 FROM price_books WHERE id = book AND status <> 'draft' FOR KEY SHARE;
-        IF FOUND THEN
+        -- The lock keeps the book from being published while its prices change; what it waited for is
+        -- in what it returns, where a condition would be that of before.
+        SELECT status INTO found_status FROM price_books WHERE id = book FOR SHARE;
+        IF found_status <> 'draft' THEN
             RAISE check_violation USING MESSAGE = 'prices of a published book never change';
         END IF;
-        PERFORM 1 FROM price_books WHERE id = book FOR SHARE;
     END LOOP;
     RETURN CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
 END
@@ -403,13 +404,19 @@ CREATE TRIGGER tr_invoices_guard BEFORE UPDATE OR DELETE ON invoices
     FOR EACH ROW EXECUTE FUNCTION loraplex_guard_invoice();
 
 CREATE FUNCTION loraplex_guard_invoice_line() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    invoice uuid;
+    found_status text;
 BEGIN
-    PERFORM 1 FROM invoices WHERE status <> 'draft' AND id IN (
+    FOREACH invoice IN ARRAY ARRAY[
         CASE WHEN TG_OP <> 'DELETE' THEN NEW.invoice_id END,
-        CASE WHEN TG_OP <> 'INSERT' THEN OLD.invoice_id END);
-    IF FOUND THEN
-        RAISE check_violation USING MESSAGE = 'lines of an invoice with a number never change';
-    END IF;
+        CASE WHEN TG_OP <> 'INSERT' THEN OLD.invoice_id END] LOOP
+        -- First the lock, as with prices: it must not get its number meanwhile.
+        SELECT status INTO found_status FROM invoices WHERE id = invoice FOR SHARE;
+        IF found_status <> 'draft' THEN
+            RAISE check_violation USING MESSAGE = 'lines of an invoice with a number never change';
+        END IF;
+    END LOOP;
     RETURN CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
 END
 $$;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from tests.support.metering import add_customer, reservation
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from loraplex_platform.db.session import Database
 
 PATH = "/admin/v1/price-books"
 STANDARD = "prb_00000000000070008000000000000001"
@@ -268,3 +271,65 @@ async def test_a_quote_is_what_the_request_will_cost(stand: Stand) -> None:
 
 def _usd(pico: int) -> str:
     return f"{pico // 10**12}.{pico % 10**12:012d}"
+
+
+async def until_waiting(connection: psycopg.AsyncConnection[Any], pid: int) -> None:
+    """Until the backend `pid` waits for a lock."""
+    for _ in range(500):
+        row = await (
+            await connection.execute(
+                "select wait_event_type from pg_stat_activity where pid = %s", [pid]
+            )
+        ).fetchone()
+        if row == ("Lock",):
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it never waited")
+
+
+@pytest.mark.parametrize(
+    ("make", "close", "change", "told"),
+    [
+        (
+            "insert into price_books (id, name, status) values (%(id)s, 'n', 'draft')",
+            "update price_books set status = 'retired', published_at = now(),"
+            " effective_from = now() + interval '1 day', effective_to = now() + interval '1 day'"
+            " where id = %(id)s",
+            "insert into price_items (price_book_id, target_kind, price_class, price_pico)"
+            " values (%(id)s, 'any_base', 'input', 999)",
+            "published book",
+        ),
+        (
+            "insert into invoices (id, tenant_id, kind, status, period_start, period_end, billing_tz,"
+            " issuer, customer, exact_pico, subtotal_cents, adjustments_cents, tax_cents, total_cents,"
+            " due_cents) select %(id)s, id, 'invoice', 'draft', now(), now(), 'UTC', '{}', '{}',"
+            " 0, 0, 0, 0, 0, 0 from tenants",
+            "update invoices set status = 'final', number = 'X-1', issued_at = now()"
+            " where id = %(id)s",
+            "insert into invoice_lines (invoice_id, tenant_id, line_no, section, description,"
+            " quantity, unit_price_pico, amount_pico, amount_cents)"
+            " select %(id)s, id, 1, 'usage', 'x', 0, 0, 0, 0 from tenants",
+            "invoice with a number",
+        ),
+    ],
+    ids=["price book", "invoice"],
+)
+async def test_what_is_closed_while_a_line_waits_does_not_get_it(
+    db: Database, db_url: str, make: str, close: str, change: str, told: str
+) -> None:
+    await add_customer(db)
+    ids = {"id": uuid7()}
+    connect = psycopg.AsyncConnection[Any].connect
+    async with (
+        await connect(db_url) as closer,
+        await connect(db_url) as changer,
+        await connect(db_url, autocommit=True) as watcher,
+    ):
+        await closer.execute(make.encode(), ids)
+        await closer.commit()
+        await closer.execute(close.encode(), ids)
+        waiting = asyncio.create_task(changer.execute(change.encode(), ids))
+        await until_waiting(watcher, changer.info.backend_pid)
+        await closer.commit()
+        with pytest.raises(psycopg.errors.CheckViolation, match=told):
+            await waiting
