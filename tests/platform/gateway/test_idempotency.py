@@ -276,6 +276,23 @@ async def test_kept_answers_are_sealed_and_of_one_secret_and_place(keeping: Stan
         assert Retries(stand.db.sessions, secret)._open(place, first) is None
 
 
+async def test_who_does_not_want_answers_kept_any_more_has_none(keeping: Stand) -> None:
+    stand = keeping
+    stand.engine.script = says("forget me")
+    headers = fresh_key()
+    await stand.http().post(CHAT, json=_BODY, headers=headers)
+    is_kept = select(func.count()).where(IdempotentRequest.sealed_answer.is_not(None))
+    async with stand.db.sessions() as session:
+        assert (await session.execute(is_kept)).scalar_one() > 0
+
+    await run_sql(stand.db, "update tenants set replays_answers = false")
+
+    async with stand.db.sessions() as session:
+        assert (await session.execute(is_kept)).scalar_one() == 0
+    again = await stand.http().post(CHAT, json=_BODY, headers=headers)
+    assert again.json()["error"]["code"] == "idempotency_completed"
+
+
 async def test_nothing_is_kept_unless_asked_for_nor_of_what_is_too_large(
     keeping: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
