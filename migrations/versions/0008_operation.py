@@ -237,7 +237,9 @@ CREATE TABLE dropped_months (
 );
 GRANT SELECT ON dropped_months TO loraplex_app;
 
-CREATE FUNCTION loraplex_months_to_drop(OUT month date, OUT blocked_by text, OUT requests bigint)
+-- The oldest `most` of them, or all: each is counted.
+CREATE FUNCTION loraplex_months_to_drop(
+        most integer, OUT month date, OUT blocked_by text, OUT requests bigint)
     RETURNS SETOF record
     LANGUAGE plpgsql
     SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
@@ -252,6 +254,7 @@ CREATE FUNCTION loraplex_months_to_drop(OUT month date, OUT blocked_by text, OUT
             FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
             WHERE i.inhparent = 'requests'::regclass AND c.relname ~ '^requests_y[0-9]{4}m[0-9]{2}$'
             ORDER BY 1
+            LIMIT most
         LOOP
             EXIT WHEN keep_days IS NULL OR (month + interval '1 month') AT TIME ZONE 'UTC'
                 > now() - make_interval(days => keep_days);
@@ -270,9 +273,11 @@ CREATE FUNCTION loraplex_months_to_drop(OUT month date, OUT blocked_by text, OUT
     END
     $$;
 
-CREATE FUNCTION loraplex_drop_months() RETURNS integer
+-- The oldest month that may go, if any; how many went. One a transaction: a drop locks the parent, and so
+-- stops every gateway, until the commit. What takes long, the counting, is done before the first lock.
+CREATE FUNCTION loraplex_drop_month() RETURNS integer
     LANGUAGE plpgsql
-    -- The lock of a parent stops every writer: rather try again in an hour than wait with it.
+    -- Rather try again in an hour than wait while others wait for what is locked already.
     SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp SET lock_timeout = '2s'
     AS $$
     DECLARE
@@ -281,27 +286,29 @@ CREATE FUNCTION loraplex_drop_months() RETURNS integer
         suffix text;
         counts jsonb;
         counted bigint;
-        done integer := 0;
     BEGIN
         PERFORM pg_advisory_xact_lock(hashtext('loraplex_make_partitions'));
-        FOR due IN SELECT * FROM loraplex_months_to_drop() WHERE blocked_by IS NULL LOOP
-            suffix := to_char(due.month, '"_y"YYYY"m"MM');
-            counts := '{}';
-            FOREACH parent IN ARRAY ARRAY['requests', 'attempts', 'engine_usage'] LOOP
-                counted := 0;
-                IF to_regclass(parent || suffix) IS NOT NULL THEN
-                    EXECUTE format('SELECT count(*) FROM %I', parent || suffix) INTO counted;
-                    EXECUTE format('DROP TABLE %I', parent || suffix);
-                END IF;
-                counts := counts || jsonb_build_object(parent, counted);
-            END LOOP;
-            INSERT INTO dropped_months (month, requests, attempts, engine_usage)
-                VALUES (due.month, (counts ->> 'requests')::bigint, (counts ->> 'attempts')::bigint,
-                    (counts ->> 'engine_usage')::bigint);
-            done := done + 1;
+        SELECT * INTO due FROM loraplex_months_to_drop(1) WHERE blocked_by IS NULL;
+        IF NOT FOUND THEN
+            RETURN 0;
+        END IF;
+        suffix := to_char(due.month, '"_y"YYYY"m"MM');
+        counts := jsonb_build_object('requests', due.requests);
+        FOREACH parent IN ARRAY ARRAY['attempts', 'engine_usage'] LOOP
+            counted := 0;
+            IF to_regclass(parent || suffix) IS NOT NULL THEN
+                EXECUTE format('SELECT count(*) FROM %I', parent || suffix) INTO counted;
+            END IF;
+            counts := counts || jsonb_build_object(parent, counted);
         END LOOP;
-        RETURN done;
-    EXCEPTION WHEN lock_not_available THEN
+        FOREACH parent IN ARRAY ARRAY['requests', 'attempts', 'engine_usage'] LOOP
+            EXECUTE format('DROP TABLE IF EXISTS %I', parent || suffix);
+        END LOOP;
+        INSERT INTO dropped_months (month, requests, attempts, engine_usage)
+            VALUES (due.month, (counts ->> 'requests')::bigint, (counts ->> 'attempts')::bigint,
+                (counts ->> 'engine_usage')::bigint);
+        RETURN 1;
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         RETURN 0;
     END
     $$;
@@ -335,9 +342,9 @@ CREATE FUNCTION loraplex_drop_audit() RETURNS bigint
     END
     $$;
 
-REVOKE EXECUTE ON FUNCTION loraplex_months_to_drop(), loraplex_drop_months(),
+REVOKE EXECUTE ON FUNCTION loraplex_months_to_drop(integer), loraplex_drop_month(),
     loraplex_drop_audit() FROM PUBLIC;
-GRANT EXECUTE ON FUNCTION loraplex_months_to_drop(), loraplex_drop_months(),
+GRANT EXECUTE ON FUNCTION loraplex_months_to_drop(integer), loraplex_drop_month(),
     loraplex_drop_audit() TO loraplex_app;
 """
 
@@ -353,6 +360,7 @@ CREATE FUNCTION loraplex_erase_tenant(wanted uuid) RETURNS jsonb
     AS $$
     DECLARE
         gone text := 'deleted-' || replace(wanted::text, '-', '');
+        api_id text := 'ten_' || replace(wanted::text, '-', '');
         own_users uuid[];
         done jsonb := '{}';
         counted bigint;
@@ -385,6 +393,14 @@ CREATE FUNCTION loraplex_erase_tenant(wanted uuid) RETURNS jsonb
             AND EXISTS (SELECT FROM memberships m WHERE m.user_id = u.id AND m.tenant_id = wanted)
             AND NOT EXISTS (SELECT FROM memberships m
                 WHERE m.user_id = u.id AND m.tenant_id <> wanted);
+        -- Replies kept for a day under an Idempotency-Key: all of those people, and of everybody else but
+        -- the operator those that are about this tenant.
+        DELETE FROM idempotency i WHERE i.principal IN (
+                SELECT 'user:usr_' || replace(id::text, '-', '') FROM unnest(own_users) AS id)
+            OR i.principal LIKE 'user:%' AND (strpos(i.route, api_id) > 0
+                OR strpos(i.response::text, api_id) > 0)
+            AND NOT EXISTS (SELECT FROM users u WHERE u.platform_role IS NOT NULL
+                AND i.principal = 'user:usr_' || replace(u.id::text, '-', ''));
         DELETE FROM memberships WHERE tenant_id = wanted;
         GET DIAGNOSTICS counted = ROW_COUNT;
         done := done || jsonb_build_object('memberships', counted);
@@ -497,8 +513,8 @@ DROP FUNCTION loraplex_erase_tenant(uuid);
 ALTER TABLE tenants DROP CONSTRAINT ck_tenants_erased, DROP COLUMN erased_at;
 DROP TABLE webhook_deliveries, webhooks, invariant_runs, dropped_months;
 DROP FUNCTION loraplex_drop_audit();
-DROP FUNCTION loraplex_drop_months();
-DROP FUNCTION loraplex_months_to_drop();
+DROP FUNCTION loraplex_drop_month();
+DROP FUNCTION loraplex_months_to_drop(integer);
 DROP FUNCTION loraplex_keep_days(text);
 DROP TABLE retention_settings;
 

@@ -61,14 +61,14 @@ async def set_keep_days(session: AsyncSession, name: str, days: int | None) -> N
 async def months_due(session: AsyncSession) -> list[MonthDue]:
     """Months of requests to drop, oldest first, up to the first that may not go yet."""
     statement = text(
-        "select month, blocked_by, requests from loraplex_months_to_drop() order by month"
+        "select month, blocked_by, requests from loraplex_months_to_drop(null) order by month"
     )
     return [MonthDue(*row) for row in (await session.execute(statement)).all()]
 
 
-async def drop_months(session: AsyncSession) -> int:
-    """Drop them; how many months."""
-    return int((await session.execute(text("select loraplex_drop_months()"))).scalar_one())
+async def drop_month(session: AsyncSession) -> int:
+    """Drop the oldest of them; 0 if there is none, or others are in its way."""
+    return int((await session.execute(text("select loraplex_drop_month()"))).scalar_one())
 
 
 async def drop_audit(session: AsyncSession) -> int:

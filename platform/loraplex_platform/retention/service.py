@@ -146,7 +146,8 @@ async def clean(sessions: SessionFactory, actor: Actor) -> dict[RuleName, int]:
                         detail={"months" if name == "requests" else "rows": batch},
                     )
             count += batch
-            if name in {"requests", "audit_log"} or batch < BATCH:
+            is_last = batch == 0 if name == "requests" else batch < BATCH
+            if name == "audit_log" or is_last:
                 break
         if count:
             log.info("retention_applied", rule=name, count=count)
@@ -156,7 +157,7 @@ async def clean(sessions: SessionFactory, actor: Actor) -> dict[RuleName, int]:
 
 async def _clean_batch(session: AsyncSession, name: RuleName) -> int:
     if name == "requests":
-        return await queries.drop_months(session)
+        return await queries.drop_month(session)
     if name == "audit_log":
         return await queries.drop_audit(session)
     return await queries.delete_due(session, name, BATCH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 from loraplex_platform.ids import parse_id
@@ -133,6 +134,59 @@ async def test_a_deleted_tenant_leaves_only_what_the_law_wants(
         broken = [check.name for check in books.checks if not check.ok]
         assert "audit_chain_is_unbroken" not in broken
         assert "settled_has_one_ledger_row" not in broken
+
+
+async def test_replies_to_the_members_go_and_the_operators_own_stay(
+    stand: Stand, db_url: str
+) -> None:
+    acme, beta = await stand.tenant("acme"), await stand.tenant("beta")
+    people = {}
+    for name, tenants in (("own", [acme]), ("shared", [acme, beta]), ("former", [])):
+        people[name] = await stand.login("viewer", f"{name}@x.example")
+        async with stand.db.transaction() as session:
+            for tenant in tenants:
+                await session.execute(
+                    text(
+                        "insert into memberships (tenant_id, user_id, role)"
+                        " select :tenant, id, 'admin' from users where email = :email"
+                    ),
+                    {"tenant": parse_id("tenant", tenant["id"]), "email": f"{name}@x.example"},
+                )
+            await session.execute(
+                text("update users set platform_role = null where email = :email"),
+                {"email": f"{name}@x.example"},
+            )
+    operator = await stand.login("admin", "op@x.example")
+
+    async def post(client: httpx.AsyncClient, tenant: dict[str, Any], name: str) -> None:
+        answer = await client.post(
+            f"/admin/v1/tenants/{tenant['id']}/projects",
+            json={"name": name},
+            headers={"idempotency-key": name, "origin": str(client.base_url).rstrip("/")},
+        )
+        assert answer.status_code == 201, answer.text
+
+    await post(people["own"], acme, "by-own")
+    await post(people["shared"], acme, "by-shared")
+    await post(people["shared"], beta, "by-shared-of-beta")
+    await post(operator, acme, "by-operator")
+    await post(stand.admin, acme, "by-key")
+    with psycopg.connect(db_url) as connection:
+        # Somebody who was a member when they called.
+        connection.execute(
+            "insert into idempotency select 'user:usr_' || replace(u.id::text, '-', ''), i.route,"
+            " i.key_hash, i.fingerprint, i.claim_token, i.status,"
+            " jsonb_set(i.response, '{name}', '\"by-former\"'), i.created_at, i.expires_at"
+            " from idempotency i, users u where u.email = 'former@x.example'"
+            " and i.response ->> 'name' = 'by-own'"
+        )
+
+    await stand.admin.delete(f"/admin/v1/tenants/{acme['id']}", params={"confirm": "acme"})
+
+    with psycopg.connect(db_url) as connection:
+        left = connection.execute("select response ->> 'name' from idempotency").fetchall()
+    names = {row[0] for row in left if str(row[0]).startswith("by-")}
+    assert names == {"by-shared-of-beta", "by-operator", "by-key"}
 
 
 async def test_people_of_the_tenant_alone_go_and_others_stay(stand: Stand, db_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -19,6 +20,7 @@ from loraplex_platform.retention.service import Due
 from tests.platform.control.stand import Stand, error_of
 from tests.support.metering import Customer, add_customer, reservation, settlement
 from tests.support.postgres import database_settings, serving_url
+from tests.support.processes import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -43,17 +45,19 @@ class World:
             cursor = connection.execute(statement.encode(), parameters)
             return cursor.fetchall() if cursor.description else []
 
-    def make_month(self) -> None:
+    def make_month(self, month: datetime | None = None) -> None:
         """Partitions as they were made in their time."""
+        month = month or self.month
+        suffix = f"_y{month:%Y}m{month:%m}"
         bounds = self.owner(
             "select loraplex_uuid7_floor(%s), loraplex_uuid7_floor((%s at time zone 'UTC'"
             " + interval '1 month') at time zone 'UTC')",
-            self.month,
-            self.month,
+            month,
+            month,
         )[0]
         for parent in ("requests", "attempts", "engine_usage", "ledger"):
             self.owner(
-                f"create table {parent}{self.suffix} partition of {parent}"
+                f"create table {parent}{suffix} partition of {parent}"
                 f" for values from ('{bounds[0]}') to ('{bounds[1]}')"
             )
 
@@ -142,6 +146,50 @@ async def test_a_month_goes_whole_and_the_books_still_add_up(world: World) -> No
     assert world.owner("select detail from audit_log where action = 'retention.apply'") == [
         ({"months": 1},)
     ]
+
+
+async def test_each_month_goes_in_a_transaction_of_its_own(world: World) -> None:
+    await world.settled(is_old=True)
+    await rolled_up(world)
+    world.make_month((world.month + timedelta(days=40)).replace(day=1))
+
+    assert (await retention.clean(world.db.sessions, SYSTEM))["requests"] == 2
+
+    assert world.owner(
+        "select requests, attempts, engine_usage from dropped_months order by month"
+    ) == [(1, 1, 1), (0, 0, 0)]
+    assert world.owner("select count(distinct xmin::text) from dropped_months") == [(2,)]
+    assert world.owner("select detail from audit_log where action = 'retention.apply'") == [
+        ({"months": 1},),
+        ({"months": 1},),
+    ]
+
+
+async def test_gateways_do_not_wait_while_a_month_is_counted(world: World) -> None:
+    await world.settled(is_old=True)
+    await rolled_up(world)
+    with (
+        psycopg.connect(world.url) as holder,
+        psycopg.connect(world.url, autocommit=True) as gateway,
+    ):
+        # As long as this lasts the count stands still, as one of many rows does.
+        holder.execute(f"lock table attempts{world.suffix} in access exclusive mode")
+        task = asyncio.create_task(retention.clean(world.db.sessions, SYSTEM))
+        await until(
+            lambda: bool(
+                world.owner(
+                    "select pid from pg_stat_activity where wait_event_type = 'Lock'"
+                    " and query = 'select loraplex_drop_month()' and pid <> pg_backend_pid()"
+                )
+            )
+        )
+        gateway.execute("set lock_timeout = '500ms'")
+        gateway.execute("select from requests where id = gen_random_uuid()")
+        gateway.execute("update requests set model = model where id = gen_random_uuid()")
+        assert "requests" not in await task, "it waits no longer than two seconds"
+        holder.rollback()
+
+    assert (await retention.clean(world.db.sessions, SYSTEM))["requests"] == 1
 
 
 async def test_a_ledger_row_of_a_dropped_month_is_still_checked_against_its_price(
