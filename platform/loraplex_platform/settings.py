@@ -112,8 +112,8 @@ class WebhookSettings(_Settings):
     # before it was changed.
     webhook_key: Secret | None = None
     webhook_old_key: Secret | None = None
-    # Networks of one's own that webhooks may reach, also by http: comma-separated. By default only the
-    # public internet can be reached.
+    # Networks of one's own that the operator's webhooks may reach, also by http: comma-separated. By
+    # default, and by tenants' webhooks always, only the public internet can be reached.
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
 
 

@@ -53,7 +53,7 @@ from loraplex_platform.users.oidc import OidcProvider, is_secure
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.visitor import parse_networks
 from loraplex_platform.webhooks import routes as webhooks
-from loraplex_platform.webhooks.addresses import AddressRules, parse_trusted
+from loraplex_platform.webhooks.addresses import AddressRules, OwnerRules, parse_trusted
 from loraplex_platform.webhooks.signing import Vault
 
 log = structlog.get_logger(__name__)
@@ -204,7 +204,7 @@ async def _open(
         trusted_proxies=parse_networks(settings.control_trusted_proxies),
         oidc=_oidc(settings, client),
         webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
-        webhook_rules=AddressRules(parse_trusted(settings.webhook_networks)),
+        webhook_rules=OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks))),
     )
 
 

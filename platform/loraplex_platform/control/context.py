@@ -19,7 +19,7 @@ from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import OidcProvider
 from loraplex_platform.users.passwords import Passwords
 from loraplex_platform.users.visitor import Network
-from loraplex_platform.webhooks.addresses import AddressRules
+from loraplex_platform.webhooks.addresses import OwnerRules
 from loraplex_platform.webhooks.signing import Vault
 
 
@@ -40,7 +40,7 @@ class ControlContext:
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
     oidc: OidcProvider | None = None
     webhook_vault: Vault = field(default_factory=lambda: Vault(None))
-    webhook_rules: AddressRules = field(default_factory=AddressRules)
+    webhook_rules: OwnerRules = field(default_factory=OwnerRules)
 
 
 def get_context(request: Request) -> ControlContext:

@@ -4,7 +4,7 @@ A tenant chooses the URL, so it must not reach what only this machine can (SSRF:
 databases, other tenants' hosts). The name is resolved by us, every address that it has must be public, and
 the connection goes to exactly the address that was looked at: a second answer of its DNS changes nothing.
 Redirects are not followed. An operator may open networks of their own, and plain http to them, with
-LORAPLEX_WEBHOOK_NETWORKS.
+LORAPLEX_WEBHOOK_NETWORKS: to the operator's own webhooks only, never to a tenant's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import httpcore
 
@@ -33,8 +35,14 @@ _NEVER: Final[tuple[Network, ...]] = tuple(
     for text in (
         *("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/23", "2002::/16"),
         *("192.0.0.0/24", "192.88.99.0/24"),
+        "fec0::/10",  # site-local of old, which some networks still have
     )
 )
+
+
+# One answer for a name that is unknown and for one that leads inside: told apart, they would let a tenant
+# ask our resolver which names there are inside.
+NOT_PUBLIC: Final = "the host has no address on the public internet"
 
 
 class ForbiddenAddressError(Exception):
@@ -103,11 +111,23 @@ class AddressRules:
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         # All of them: a name that also points inside was made to.
         if not addresses or not all(self.allows(address) for address in addresses):
-            raise ForbiddenAddressError("the host is not on the public internet")
+            raise ForbiddenAddressError(NOT_PUBLIC)
         return str(addresses[0])
 
     def _is_trusted(self, address: Address) -> bool:
         return any(address in network for network in self._trusted)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRules:
+    """What may be reached depends on whose webhook it is: a tenant never reaches networks of ours."""
+
+    operators: AddressRules = field(default_factory=AddressRules)
+    tenants: AddressRules = field(default_factory=AddressRules)
+
+    def of(self, tenant_id: UUID | None) -> AddressRules:
+        """The rules of a tenant's webhooks; None: of the operator's own."""
+        return self.operators if tenant_id is None else self.tenants
 
 
 class PinnedBackend(httpcore.AsyncNetworkBackend):
@@ -134,7 +154,7 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
         try:
             address = await self._rules.resolve(host, port)
         except (OSError, TimeoutError, UnicodeError) as error:
-            raise httpcore.ConnectError("the host has no address") from error
+            raise httpcore.ConnectError(NOT_PUBLIC) from error
         return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
 
     async def connect_unix_socket(

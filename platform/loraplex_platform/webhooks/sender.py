@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -17,7 +18,12 @@ import httpcore
 
 from loraplex_platform.db.base import Json
 from loraplex_platform.ids import PREFIXES, format_id
-from loraplex_platform.webhooks.addresses import AddressRules, ForbiddenAddressError, PinnedBackend
+from loraplex_platform.webhooks.addresses import (
+    AddressRules,
+    ForbiddenAddressError,
+    OwnerRules,
+    PinnedBackend,
+)
 from loraplex_platform.webhooks.signing import sign
 
 TOTAL_TIMEOUT_S: Final = 15.0
@@ -25,6 +31,8 @@ CONNECT_TIMEOUT_S: Final = 5.0
 # An answer says yes or no; what else it says is not read.
 MAX_ANSWER_BYTES: Final = 16 * 1024
 MAX_CONNECTIONS: Final = 50
+# Some of it is the receiver's words; there is room for this much.
+MAX_ERROR_CHARS: Final = 200
 
 # Fields of payloads that hold ids, and what they are ids of.
 _IDS: Final = {
@@ -62,19 +70,17 @@ class Outcome:
 
 
 class Sender:
-    """Sends to what `rules` allow. Open it for as long as it is used."""
+    """Sends to what the owner's `rules` allow. Open it for as long as it is used."""
 
-    def __init__(self, rules: AddressRules, *, ssl_context: ssl.SSLContext | None = None) -> None:
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=ssl_context or _trusting_context(),
-            max_connections=MAX_CONNECTIONS,
-            # Every try resolves and looks anew.
-            max_keepalive_connections=0,
-            network_backend=PinnedBackend(rules),
-        )
+    def __init__(self, rules: OwnerRules, *, ssl_context: ssl.SSLContext | None = None) -> None:
+        context = ssl_context or _trusting_context()
+        self._stack = AsyncExitStack()
+        self._operators = _pool(rules.operators, context)
+        self._tenants = _pool(rules.tenants, context)
 
     async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
+        for pool in (self._operators, self._tenants):
+            await self._stack.enter_async_context(pool)
         return self
 
     async def __aexit__(
@@ -83,10 +89,16 @@ class Sender:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._pool.__aexit__(kind, error, traceback)
+        await self._stack.__aexit__(kind, error, traceback)
 
-    async def send(self, url: str, message_id: str, body: bytes, secrets: list[str]) -> Outcome:
-        """POST `body`, signed. Never raises for what the other side does."""
+    async def send(
+        self, url: str, message_id: str, body: bytes, secrets: list[str], *, tenant_id: UUID | None
+    ) -> Outcome:
+        """POST `body`, signed. Never raises for what the other side does.
+
+        Args:
+            tenant_id: whose webhook it is; None: the operator's own.
+        """
         headers = {
             "content-type": "application/json",
             "user-agent": "loraplex-webhooks",
@@ -95,37 +107,54 @@ class Sender:
         }
         try:
             async with asyncio.timeout(TOTAL_TIMEOUT_S):
-                return await self._post(url, headers, body)
+                pool = self._operators if tenant_id is None else self._tenants
+                return await _post(pool, url, headers, body)
         except TimeoutError:
             return Outcome(False, None, f"no answer within {TOTAL_TIMEOUT_S:g} s")
         except ForbiddenAddressError as error:
             return Outcome(False, None, str(error))
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
             return Outcome(False, None, _words(error))
+        except OSError as error:
+            # httpcore leaves those of TLS past the handshake as they are (ssl.SSLError is one).
+            return Outcome(False, None, _words(error))
 
-    async def _post(self, url: str, headers: dict[str, str], body: bytes) -> Outcome:
-        timeout = {
-            "connect": CONNECT_TIMEOUT_S,
-            "read": TOTAL_TIMEOUT_S,
-            "write": TOTAL_TIMEOUT_S,
-            "pool": TOTAL_TIMEOUT_S,
-        }
-        async with self._pool.stream(
-            "POST",
-            url,
-            headers=list(headers.items()),
-            content=body,
-            extensions={"timeout": timeout},
-        ) as response:
-            size = 0
-            async for chunk in response.aiter_stream():
-                size += len(chunk)
-                if size > MAX_ANSWER_BYTES:
-                    break
-            if 200 <= response.status < 300:
-                return Outcome(True, response.status, None)
-            where = " (redirects are not followed)" if 300 <= response.status < 400 else ""
-            return Outcome(False, response.status, f"HTTP {response.status}{where}")
+
+def _pool(rules: AddressRules, context: ssl.SSLContext) -> httpcore.AsyncConnectionPool:
+    return httpcore.AsyncConnectionPool(
+        ssl_context=context,
+        max_connections=MAX_CONNECTIONS,
+        # Every try resolves and looks anew.
+        max_keepalive_connections=0,
+        network_backend=PinnedBackend(rules),
+    )
+
+
+async def _post(
+    pool: httpcore.AsyncConnectionPool, url: str, headers: dict[str, str], body: bytes
+) -> Outcome:
+    timeout = {
+        "connect": CONNECT_TIMEOUT_S,
+        "read": TOTAL_TIMEOUT_S,
+        "write": TOTAL_TIMEOUT_S,
+        "pool": TOTAL_TIMEOUT_S,
+    }
+    async with pool.stream(
+        "POST",
+        url,
+        headers=list(headers.items()),
+        content=body,
+        extensions={"timeout": timeout},
+    ) as response:
+        size = 0
+        async for chunk in response.aiter_stream():
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES:
+                break
+        if 200 <= response.status < 300:
+            return Outcome(True, response.status, None)
+        where = " (redirects are not followed)" if 300 <= response.status < 400 else ""
+        return Outcome(False, response.status, f"HTTP {response.status}{where}")
 
 
 def body_of(topic: str, occurred_at: datetime, payload: Json) -> bytes:
@@ -170,8 +199,8 @@ def _words(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"TLS: {cause.verify_message}"
+            return f"TLS: {cause.verify_message}"[:MAX_ERROR_CHARS]
         if isinstance(cause, ssl.SSLError):
-            return f"TLS: {cause.reason}"
+            return f"TLS: {cause.reason or cause}"[:MAX_ERROR_CHARS]
         cause = cause.__cause__ or cause.__context__
-    return str(error)[:200] or type(error).__name__
+    return str(error)[:MAX_ERROR_CHARS] or type(error).__name__

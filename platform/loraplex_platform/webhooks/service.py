@@ -33,7 +33,7 @@ from loraplex_platform.outbox.queries import Message
 from loraplex_platform.outbox.relay import Topic
 from loraplex_platform.outbox.service import enqueue
 from loraplex_platform.webhooks import queries
-from loraplex_platform.webhooks.addresses import AddressRules
+from loraplex_platform.webhooks.addresses import OwnerRules
 from loraplex_platform.webhooks.queries import Claimed
 from loraplex_platform.webhooks.schemas import NewWebhook, WebhookChange
 from loraplex_platform.webhooks.sender import Outcome, Sender, body_of
@@ -92,7 +92,7 @@ async def create(
     session: AsyncSession,
     actor: Actor,
     vault: Vault,
-    rules: AddressRules,
+    rules: OwnerRules,
     tenant_id: UUID | None,
     new: NewWebhook,
 ) -> WithSecret:
@@ -103,7 +103,7 @@ async def create(
         ConflictError: the owner has too many.
         WebhookKeyMissingError: the operator has set no key for their secrets.
     """
-    rules.check_url(new.url)
+    rules.of(tenant_id).check_url(new.url)
     if await queries.count(session, tenant_id) >= MAX_WEBHOOKS:
         raise ConflictError(f"There are {MAX_WEBHOOKS} webhooks already; delete one first.")
     webhook_id, secret = uuid7(), mint_secret()
@@ -127,7 +127,7 @@ async def create(
 async def change(
     session: AsyncSession,
     actor: Actor,
-    rules: AddressRules,
+    rules: OwnerRules,
     tenant_id: UUID | None,
     webhook_id: str,
     wanted: WebhookChange,
@@ -146,7 +146,7 @@ async def change(
         changes["topics"] = sorted(set(changes["topics"]))
     check_version(version, webhook.row_version, changes, _facts(webhook))
     if "url" in changes:
-        rules.check_url(changes["url"])
+        rules.of(tenant_id).check_url(changes["url"])
     before = {name: _facts(webhook)[name] for name in changes}
     changes = {name: value for name, value in changes.items() if before[name] != value}
     if not changes:
@@ -343,8 +343,14 @@ class Deliverer:
                 claimed = await queries.claim(session, token, limit=BATCH, claim_s=CLAIM_S)
             if not claimed:
                 return num_tried
-            await asyncio.gather(*(self._try(token, each) for each in claimed))
+            # Each by itself: what one raises must not leave the others without their outcome.
+            ends = await asyncio.gather(
+                *(self._try(token, each) for each in claimed), return_exceptions=True
+            )
             num_tried += len(claimed)
+            lost = [end for end in ends if isinstance(end, BaseException)]
+            if lost:  # its outcome could not be noted: it is claimed anew when the claim is over
+                raise lost[0]
 
     async def _try(self, token: UUID, claimed: Claimed) -> None:
         delivery, webhook = claimed.delivery, claimed.webhook
@@ -356,12 +362,20 @@ class Deliverer:
             outcome = Outcome(False, None, "the operator's key for secrets is missing")
             await self._note(token, claimed, outcome, is_theirs=False)
             return
-        outcome = await self._sender.send(
-            webhook.url,
-            format_id("webhook_delivery", delivery.id),
-            body_of(delivery.topic, delivery.occurred_at, delivery.payload),
-            secrets,
-        )
+        try:
+            outcome = await self._sender.send(
+                webhook.url,
+                format_id("webhook_delivery", delivery.id),
+                body_of(delivery.topic, delivery.occurred_at, delivery.payload),
+                secrets,
+                tenant_id=webhook.tenant_id,
+            )
+        except Exception:
+            # Ours to mend as well; and it is given up in its time like any other.
+            log.exception("webhook_not_sent", webhook_id=str(webhook.id))
+            outcome = Outcome(False, None, "it could not be sent: an internal error")
+            await self._note(token, claimed, outcome, is_theirs=False)
+            return
         await self._note(token, claimed, outcome, is_theirs=True)
 
     def _secrets_of(self, webhook: Webhook) -> list[str]:

@@ -28,7 +28,7 @@ from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.retention import service as retention
 from loraplex_platform.settings import WorkerSettings
-from loraplex_platform.webhooks.addresses import AddressRules, parse_trusted
+from loraplex_platform.webhooks.addresses import AddressRules, OwnerRules, parse_trusted
 from loraplex_platform.webhooks.sender import Sender
 from loraplex_platform.webhooks.service import Deliverer, webhook_topics
 from loraplex_platform.webhooks.signing import Vault
@@ -119,7 +119,7 @@ async def _webhook_loop(
     registry: CollectorRegistry,
     loop_metrics: LoopMetrics,
 ) -> Loop:
-    rules = AddressRules(parse_trusted(settings.webhook_networks))
+    rules = OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks)))
     sender = await stack.enter_async_context(Sender(rules))
     tries = Counter(
         "loraplex:webhook_tries", "Tries at deliveries.", ["outcome"], registry=registry

@@ -33,6 +33,7 @@ class Receiver:
     port: int = 0
     sent_bytes: int = 0
     has_some: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -45,6 +46,7 @@ class Receiver:
         try:
             yield self
         finally:
+            self.has_ended.set()
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,7 +60,8 @@ class Receiver:
             self.got.append(Received(first.split(" ")[1], headers, body))
             self.has_some.set()
             if self.hangs:
-                await asyncio.Event().wait()
+                await self.has_ended.wait()
+                return
             status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
             location = f"location: {self.location}\r\n" if self.location else ""
             writer.write(

@@ -36,6 +36,7 @@ INSIDE = [
     "::1",
     "fe80::1",
     "fc00::1",
+    "fec0::1",
     "fd00:ec2::254",  # metadata over IPv6
     "ff02::1",
     "::ffff:127.0.0.1",  # IPv4 in IPv6

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import ipaddress
 import itertools
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,12 +23,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.db.session import Database
+from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import format_id
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.outbox.service import enqueue
 from loraplex_platform.webhooks import sender as senders
 from loraplex_platform.webhooks import service
-from loraplex_platform.webhooks.addresses import AddressRules, parse_trusted
+from loraplex_platform.webhooks.addresses import AddressRules, OwnerRules, parse_trusted
 from loraplex_platform.webhooks.schemas import NewWebhook, WebhookChange
 from loraplex_platform.webhooks.sender import Sender
 from loraplex_platform.webhooks.service import Deliverer, WithSecret
@@ -37,7 +40,9 @@ from standardwebhooks import Webhook as Verifier
 from tests.platform.webhooks.receiver import Receiver
 from tests.support.metering import add_customer
 
-RULES = AddressRules(parse_trusted("127.0.0.0/8"))
+HERE = AddressRules(parse_trusted("127.0.0.0/8"))
+# Receivers are on this machine, also tenants' ones, which production does not allow.
+RULES = OwnerRules(operators=HERE, tenants=HERE)
 VAULT = Vault(SecretStr("webhook-key-for-tests-0123456789abcdef"))
 
 
@@ -446,9 +451,10 @@ async def test_https_checks_the_name_although_the_address_is_pinned(
     server, client = certificate(tmp_path, name)
     async with (
         Receiver().running(server) as receiver,
-        Sender(rules, ssl_context=client if is_trusted else None) as sender,
+        Sender(OwnerRules(rules), ssl_context=client if is_trusted else None) as sender,
     ):
-        outcome = await sender.send(f"https://localhost:{receiver.port}/", "dlv_1", b"{}", [])
+        url = f"https://localhost:{receiver.port}/"
+        outcome = await sender.send(url, "dlv_1", b"{}", [], tenant_id=None)
 
     assert outcome.is_delivered == is_delivered
     assert (outcome.error or "").startswith("TLS: " if not is_delivered else "")
@@ -456,9 +462,101 @@ async def test_https_checks_the_name_although_the_address_is_pinned(
 
 
 async def test_an_address_inside_is_not_even_connected_to(world: World) -> None:
-    async with Receiver().running() as receiver, Sender(AddressRules()) as sender:
-        outcome = await sender.send(receiver.url, "dlv_1", b"{}", [])
+    async with Receiver().running() as receiver, Sender(OwnerRules()) as sender:
+        outcome = await sender.send(receiver.url, "dlv_1", b"{}", [], tenant_id=None)
+        # Names inside cannot be told from names that there are not.
+        unknown = await sender.send("https://nowhere.invalid/", "dlv_1", b"{}", [], tenant_id=None)
 
     assert (outcome.is_delivered, outcome.status) == (False, None)
-    assert outcome.error == "the host is not on the public internet"
+    assert outcome.error == "the host has no address on the public internet"
+    assert unknown == outcome
     assert receiver.got == []
+
+
+async def test_networks_that_the_operator_trusts_are_not_open_to_tenants(world: World) -> None:
+    tenant_id = (await add_customer(world.db)).tenant_id
+    rules = OwnerRules(operators=HERE)
+    async with Receiver().running() as receiver, Sender(rules) as sender:
+        deliverer = Deliverer(world.db.sessions, VAULT, sender)
+        await world.webhook(receiver.url, tenant_id)  # made while the rules were others
+        await world.event("x", tenant_id)
+        await world.relay()
+        await deliverer.deliver_once()
+        assert receiver.got == []
+        assert world.deliveries() == [
+            ("pending", 1, None, "the host has no address on the public internet")
+        ]
+
+        await world.webhook(receiver.url)
+        await world.event("y", tenant_id)
+        await world.relay()
+        await deliverer.deliver_once()
+        assert len(receiver.got) == 1
+
+    new = NewWebhook.model_validate({"url": receiver.url, "topics": ["alert"]})
+    for owner_id in (tenant_id, None):
+        refused: Any = pytest.raises(InvalidRequestError, match="not a public")
+        with refused if owner_id else contextlib.nullcontext():
+            async with world.db.transaction() as session:
+                await service.create(session, SYSTEM, VAULT, rules, owner_id, new)
+
+
+def break_tls(context: ssl.SSLContext, listener: socket.socket, count: int) -> None:
+    """Take `count` connections, and answer each request with what no key has encrypted."""
+    for _ in range(count):
+        connection, _address = listener.accept()
+        with connection.dup() as raw:
+            # The handshake is good: only who reads on learns that something is wrong.
+            tls = context.wrap_socket(connection, server_side=True)
+            tls.recv(4096)
+            raw.sendall(b"\x17\x03\x03\x00\x20" + b"x" * 32)
+            with contextlib.suppress(OSError):
+                tls.recv(4096)
+            tls.close()
+
+
+async def test_tls_that_breaks_after_the_handshake_is_an_outcome_and_hurts_no_other(
+    world: World, tmp_path: Path
+) -> None:
+    server, client = certificate(tmp_path, "localhost")
+    rules = OwnerRules(AddressRules(parse_trusted("127.0.0.0/8, ::1/128")))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        broken = asyncio.create_task(asyncio.to_thread(break_tls, server, listener, 2))
+        async with Receiver().running() as receiver, Sender(rules, ssl_context=client) as sender:
+            deliverer = Deliverer(world.db.sessions, VAULT, sender, world.told.append)
+            await world.webhook(f"https://localhost:{listener.getsockname()[1]}/")
+            await world.webhook(receiver.url)
+            await world.event("x", None)
+            await world.relay()
+            assert await deliverer.deliver_once() == 2
+            world.owner("update webhook_deliveries set give_up_at = now(), next_at = now()"
+                        " where status = 'pending'")  # fmt: skip
+            assert await deliverer.deliver_once() == 1
+            await broken
+
+    assert len(receiver.got) == 1
+    assert sorted(world.told) == ["delivered", "failed", "given_up"]
+    [error] = [row[3] for row in world.deliveries() if row[0] == "failed"]
+    assert error.startswith("TLS: ")
+
+
+async def test_what_nobody_thought_of_is_an_outcome_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Sender.send
+
+    async def send(self: Sender, url: str, *rest: Any, **more: Any) -> senders.Outcome:
+        if url.endswith("/odd"):
+            raise ZeroDivisionError
+        return await original(self, url, *rest, **more)
+
+    monkeypatch.setattr(Sender, "send", send)
+    async with Receiver().running() as receiver:
+        await world.webhook(receiver.url + "/odd")
+        await world.webhook(receiver.url)
+        await world.event("x", None)
+        assert await world.deliver() == 2
+
+    assert len(receiver.got) == 1
+    assert sorted(row[0] for row in world.deliveries()) == ["delivered", "pending"]
+    assert world.owner("select count(*) from webhooks where failing_since is not null") == [(0,)]
