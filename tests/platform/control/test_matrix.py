@@ -8,13 +8,16 @@ byte, and none of its ids may have been in any answer.
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
 import psycopg
+import pytest
 from fastapi.routing import APIRoute
 from loraplex_platform.control.permissions import (
     ACTIONS,
@@ -36,6 +39,7 @@ PUBLIC = {
     ("POST", "/admin/v1/sessions"),
     ("POST", "/admin/v1/invitations/accept"),
 }
+WEBHOOK_KEY = "webhook-key-for-tests-0123456789abcdef"
 # What ends somebody comes after everything that needs them, in this order.
 LAST = ("tenant.suspend", "tenant.delete", "session.end")
 # Down here on purpose; a refusal by role never comes as one of these.
@@ -89,6 +93,13 @@ class Caller:
     is_known: bool = True
 
 
+@pytest.fixture
+async def stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncIterator[Stand]:
+    """With webhooks, which need a key."""
+    async with Stand.open(db_url, redis_url, short_tmp_path, webhook_key=WEBHOOK_KEY) as opened:
+        yield opened
+
+
 def guarded_routes(stand: Stand) -> list[GuardedRoute]:
     """Every route below /admin/v1 that asks for an action, harmless ones first."""
     routes = [route for route in _routes(stand) if isinstance(route, GuardedRoute)]
@@ -129,6 +140,9 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "request_id": await _add_request(stand, tenant_id),
         "limit_id": await _add_limit(stand, tenant_id),
         "invoice_id": await made("invoices", {"month": _last_month()}),
+        "webhook_id": await made(
+            "webhooks", {"url": "https://hooks.example.com/", "topics": ["alert"]}
+        ),
         "chain": tenant_id,
         "seq": "1",
     }
