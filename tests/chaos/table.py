@@ -13,7 +13,7 @@ async def run_case(world: World, case: Case) -> Verdict:
     """One run, with a tenant of its own."""
     await world.new_customer(case.limit)
     world.speak()
-    return await world.judge(await case.run(world))
+    return await world.judge(await case.run(world), case.may_be_billed)
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Row:
             _sum(verdicts, "num_broken"),
             _sum(verdicts, "num_billed"),
             _sum(verdicts, "num_lost"),
+            _sum(verdicts, "num_unearned"),
             "hold" if not broken else "; ".join(sorted(broken)),
             str(max((verdict.overspend for verdict in verdicts), default=0)),
             f"{max((verdict.recovery_s for verdict in verdicts), default=0):.1f} s",
@@ -60,6 +61,7 @@ HEADER = (
     "broken off",
     "billed",
     "lost",
+    "unearned",
     "invariants",
     "worst overspend",
     "recovered in",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.chaos.cases import CASES, Case
+from tests.chaos.cases import BROKEN, CASES, Case
 from tests.chaos.table import run_case
 from tests.chaos.world import World
 
@@ -63,4 +63,8 @@ async def test_a_lost_or_forged_bill_is_noticed(world: World) -> None:
     world.limit = 1
     assert (await world.judge(answers)).overspend > 0
     never = dataclasses.replace(answers[0], request_id=None)
-    assert (await world.judge([never])).num_lost == 1
+    unheard = await world.judge([never], BROKEN)
+    assert (unheard.num_lost, unheard.num_unearned) == (1, 0)
+    refused = [dataclasses.replace(answer, is_whole=False, code="busy") for answer in answers]
+    assert (await world.judge(refused, BROKEN)).num_unearned == 2
+    assert (await world.judge([])).num_unearned == 2

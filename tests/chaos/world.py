@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 from uuid import UUID
 
 import httpx
@@ -67,6 +67,11 @@ class Answer:
     code: str | None = None
 
 
+# Requests without a whole answer: those whose clients were told of an error, and those whose
+# connection broke (also before the client knew the request's id).
+Unheard = Literal["told", "broken"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What a case left behind."""
@@ -77,6 +82,7 @@ class Verdict:
     num_broken: int
     num_billed: int
     num_lost: int  # whole answers that are not billed as they say
+    num_unearned: int  # billed although the case says that such requests are not
     overspend: int  # tokens beyond the tenant's hard limit
     held: int  # tokens that are still held
     recovery_s: float  # until nothing was reserved and all journals had landed
@@ -87,7 +93,7 @@ class Verdict:
     @property
     def is_right(self) -> bool:
         """Nothing lost, nothing double, nothing overspent, all invariants."""
-        bad = (self.num_lost, self.overspend, self.held, self.difference)
+        bad = (self.num_lost, self.num_unearned, self.overspend, self.held, self.difference)
         return not any(bad) and not self.broken_invariants
 
 
@@ -366,8 +372,14 @@ class World:
 
     # ------------------------------------------------------------------ judging
 
-    async def judge(self, answers: Sequence[Answer]) -> Verdict:
-        """Wait until the dust has settled, and look at everything."""
+    async def judge(
+        self, answers: Sequence[Answer], may_be_billed: frozenset[Unheard] = frozenset()
+    ) -> Verdict:
+        """Wait until the dust has settled, and look at everything.
+
+        Args:
+            may_be_billed: beside whole answers, which must be.
+        """
         assert self.customer is not None
         began_s = time.monotonic()
         while True:
@@ -394,6 +406,14 @@ class World:
             for answer in answers
             if answer.is_whole and billed.get(answer.request_id or UUID(int=0)) != answer.usage
         ]
+        earned = {answer.request_id for answer in answers if answer.is_whole}
+        told_ids = {a.request_id for a in answers if not a.is_whole and a.code is not None}
+        unearned = [
+            entry_id
+            for entry_id in billed
+            if entry_id not in earned
+            and ("told" if entry_id in told_ids else "broken") not in may_be_billed
+        ]
         with self.owner() as owner:
             window = owner.execute(
                 "select coalesce(sum(committed), 0), coalesce(sum(held), 0) from quota_windows"
@@ -410,6 +430,7 @@ class World:
             num_broken=sum(not a.is_whole and a.status < 400 for a in answers),
             num_billed=len(billed),
             num_lost=len(lost),
+            num_unearned=len(unearned),
             overspend=max(0, committed - self.limit, used - self.limit),
             held=held,
             recovery_s=recovery_s,
