@@ -111,7 +111,7 @@ def test_the_settings_reach_the_cache(model_dir: Path) -> None:
     assert cache is not None
     chain = cache.hasher.chain([1, 2, 3, 4, 5], owner="t", salt=b"s", adapter_digest=None)
     assert chain.num_public == 1
-    assert cache._share() == 2.0
+    assert cache._share(cache._party("t")) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import sys
 import tempfile
@@ -116,6 +117,7 @@ class _UnbookedPump(Pump):
 
     async def _reserve(self) -> None:
         self.lease_token = 1
+        self._lease_ends_s = math.inf
 
     async def _close_books(self, ending: Ending) -> None:
         self.events.put_nowait(ending.event)

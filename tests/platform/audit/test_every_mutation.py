@@ -36,6 +36,7 @@ EXCEPTIONS = {
     ("POST", "/login"): "the form of POST /sessions",
     ("POST", "/join"): "the form of POST /invitations/accept",
     ("POST", "/logout"): "the form of DELETE /sessions/current",
+    ("POST", "/login/oidc/link"): "sends the browser to the provider; what comes back is audited",
 }
 
 
@@ -149,6 +150,14 @@ async def _people(walk: Walk) -> None:
     ada = stand.client(None)
     await walk.step("POST", "/admin/v1/sessions", client=ada, json=login)
     await walk.step("DELETE", "/admin/v1/sessions/current", client=ada)
+    listed = (await stand.admin.get("/admin/v1/users")).json()["data"]
+    walk.ids["user_id"] = next(u["id"] for u in listed if u["email"] == "ada@example.com")
+    await walk.step("POST", "/admin/v1/users/{user_id}/disable")
+    await walk.step("POST", "/admin/v1/users/{user_id}/enable")
+    await walk.step("POST", "/admin/v1/users/{user_id}/password", json={"password": PASSWORD})
+    await stand.client(None).post("/admin/v1/sessions", json=login)
+    await walk.step("POST", "/admin/v1/users/{user_id}/logout")
+    await walk.step("DELETE", "/admin/v1/users/{user_id}/role")
     await walk.step(
         "POST",
         f"{TENANT}/invitations",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -23,8 +24,12 @@ WORST_PICO = 10 * 20_000 + 100 * 40_000  # of `reservation`'s request at the sta
 
 @pytest.mark.parametrize("is_holding", [True, False])
 async def test_no_more_are_admitted_than_the_budget_pays(
-    db: Database, db_url: str, is_holding: bool
+    db: Database, db_url: str, is_holding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A spawned process runs its parent's main module, which in a worker of pytest-xdist is none to run again.
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", None, raising=False)
     customer = await add_customer(db)
     limit_pico = BUDGET * WORST_PICO
     limit_id = await set_limit(
