@@ -7,6 +7,7 @@ the schema itself take a clone.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,28 @@ def serving_url(owner_url: str) -> str:
 def database_settings(url: str, **overrides: object) -> DatabaseSettings:
     """Settings for `url`, independent of the environment."""
     return DatabaseSettings.model_validate({"database_url": url, **overrides})
+
+
+async def until_in_statement(
+    owner_url: str, part: str = "", *, waits_for: str | None = None
+) -> None:
+    """Until another connection runs a statement with `part` in it, of the same database.
+
+    Args:
+        waits_for: and waits there: a `wait_event_type` of pg_stat_activity, such as "Lock".
+    """
+    async with await psycopg.AsyncConnection.connect(owner_url, autocommit=True) as connection:
+        for _ in range(1000):
+            found = await connection.execute(
+                "select from pg_stat_activity where state = 'active' and pid <> pg_backend_pid()"
+                " and datname = current_database() and position(%(part)s in query) > 0"
+                " and (%(kind)s::text is null or wait_event_type = %(kind)s)",
+                {"part": part, "kind": waits_for},
+            )
+            if found.rowcount:
+                return
+            await asyncio.sleep(0.01)
+    raise AssertionError(f"no connection came to {part!r} within ten seconds")
 
 
 # All rows but the prices, which the migration makes. Without foreign keys' order, as superuser.

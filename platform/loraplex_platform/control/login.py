@@ -6,7 +6,7 @@ Streamlit cannot set an HttpOnly cookie; this can, and then leads to the console
 from __future__ import annotations
 
 import html
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request, Response
@@ -125,6 +125,23 @@ def _join_page(status: int, notice: str = "") -> HTMLResponse:
     return HTMLResponse(_JOIN_PAGE.format(style=STYLE, notice=shown), status)
 
 
+def _form_docs(**max_chars: int) -> dict[str, Any]:
+    """What the API's page says of a form: its fields, all required, and how long each may be."""
+    fields = {name: {"type": "string", "maxLength": most} for name, most in max_chars.items()}
+    schema = {"type": "object", "required": list(fields), "properties": fields}
+    content = {"application/x-www-form-urlencoded": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _read_form(request: Request) -> dict[str, str] | None:
+    """The first value of each field; None: the body is too long."""
+    body = await request.body()
+    if len(body) > MAX_FORM_BYTES:
+        return None
+    fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=None)
+    return {name: values[0] for name, values in fields.items()}
+
+
 @router.get("/join", response_class=HTMLResponse)
 async def show_invitation_form() -> Response:
     """The form for a token. It is typed or pasted: in an address it would end up in logs."""
@@ -135,23 +152,7 @@ async def show_invitation_form() -> Response:
     "/join",
     response_class=RedirectResponse,
     status_code=303,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/x-www-form-urlencoded": {
-                    "schema": {
-                        "type": "object",
-                        "required": ["token", "password"],
-                        "properties": {
-                            "token": {"type": "string", "maxLength": 100},
-                            "password": {"type": "string", "maxLength": 256},
-                        },
-                    }
-                }
-            },
-        }
-    },
+    openapi_extra=_form_docs(token=100, password=256),
 )
 async def join(request: Request, context: Context) -> Response:
     """Accept an invitation, log in with the account that it became, go to the console (303)."""
@@ -159,12 +160,11 @@ async def join(request: Request, context: Context) -> Response:
         check_origin(request, context)
     except CrossOriginError:
         return _join_page(403, "This form was sent from another site. Please join here.")
-    body = await request.body()
-    if len(body) > MAX_FORM_BYTES:
+    fields = await _read_form(request)
+    if fields is None:
         return _join_page(413, "That is too long.")
-    fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=None)
-    token = fields.get("token", [""])[0].strip()[:MAX_TOKEN_CHARS]
-    password = fields.get("password", [""])[0][:MAX_PASSWORD_CHARS]
+    token = fields.get("token", "").strip()[:MAX_TOKEN_CHARS]
+    password = fields.get("password", "")[:MAX_PASSWORD_CHARS]
     if not token or not password:
         return _join_page(400, "Enter the invitation and a password.")
     try:
@@ -198,23 +198,7 @@ async def show_form(request: Request, context: Context) -> Response:
     "/login",
     response_class=RedirectResponse,
     status_code=303,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/x-www-form-urlencoded": {
-                    "schema": {
-                        "type": "object",
-                        "required": ["email", "password"],
-                        "properties": {
-                            "email": {"type": "string", "maxLength": 254},
-                            "password": {"type": "string", "maxLength": 256},
-                        },
-                    }
-                }
-            },
-        }
-    },
+    openapi_extra=_form_docs(email=254, password=256),
 )
 async def log_in(request: Request, context: Context) -> Response:
     """Check the form, set the session cookie, go to the console (303). A refusal is a page."""
@@ -222,12 +206,11 @@ async def log_in(request: Request, context: Context) -> Response:
         check_origin(request, context)
     except CrossOriginError:
         return login_page(403, "This form was sent from another site. Please log in here.")
-    body = await request.body()
-    if len(body) > MAX_FORM_BYTES:
+    fields = await _read_form(request)
+    if fields is None:
         return login_page(413, "That is too long.")
-    fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=None)
-    email = fields.get("email", [""])[0][:254]
-    password = fields.get("password", [""])[0]
+    email = fields.get("email", "")[:254]
+    password = fields.get("password", "")
     if not email or not password or "\0" in email:
         return login_page(400, "Enter your e-mail and your password.", email.replace("\0", ""))
     try:

@@ -21,6 +21,7 @@ from loraplex_platform.users import throttle
 from tests.platform.control.people import ROLES, invite, join, log_in, member, user_id_of
 from tests.platform.control.stand import CONSOLE, CONTROL, PASSWORD, Stand, adapter, error_of
 from tests.support.metering import PEPPER, run_sql
+from tests.support.postgres import until_in_statement
 
 ADA = "ada@example.com"
 
@@ -416,7 +417,7 @@ async def test_an_owners_invitation_is_ended_by_owners_only(stand: Stand) -> Non
 
 
 async def test_a_key_made_while_its_owner_is_removed_does_not_outlive_the_membership(
-    stand: Stand,
+    stand: Stand, db_url: str
 ) -> None:
     tenant_id = (await stand.tenant("acme"))["id"]
     ada_id = await user_id_of(await member(stand, tenant_id, "developer", ADA))
@@ -431,7 +432,7 @@ async def test_a_key_made_while_its_owner_is_removed_does_not_outlive_the_member
         new = NewKey(name="k", owner_id=ada_id)
         made = await key_service.create_key(session, SYSTEM, PEPPER, tenant, new)
         removal = asyncio.create_task(remove())
-        await asyncio.sleep(0.3)  # it reaches the membership, and waits there
+        await until_in_statement(db_url, "memberships", waits_for="Lock")
         assert not removal.done()
         await session.commit()
     await removal

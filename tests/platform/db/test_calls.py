@@ -11,7 +11,7 @@ from loraplex_platform.db import calls
 from loraplex_platform.db.errors import DatabaseUnavailableError
 from loraplex_platform.db.session import open_database
 
-from tests.support.postgres import database_settings, serving_url
+from tests.support.postgres import database_settings, serving_url, until_in_statement
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -87,9 +87,9 @@ async def test_a_statement_that_hangs_is_cut_and_its_connection_used_again(db_ur
         assert await database.sessions.calls.call("select 1", {}) == (1,)
 
 
-async def test_who_is_cancelled_leaves_no_connection_midway(db: Database) -> None:
+async def test_who_is_cancelled_leaves_no_connection_midway(db: Database, db_url: str) -> None:
     asking = asyncio.create_task(db.sessions.calls.call("select pg_sleep(30)", {}))
-    await asyncio.sleep(0.2)
+    await until_in_statement(db_url, "pg_sleep(30)")
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

@@ -300,10 +300,13 @@ async def test_while_postgres_is_away_records_wait_and_the_loop_puts_them_on_the
     customer = await add_customer(db)
     ids = [await reserved(db, customer) for _ in range(5)]
     is_away = True
+    num_refused = 0
     real_renew = metering.renew
 
     async def renew(*arguments: Any) -> Any:
+        nonlocal num_refused
         if is_away:
+            num_refused += 1
             raise DatabaseUnavailableError
         return await real_renew(*arguments)
 
@@ -312,7 +315,9 @@ async def test_while_postgres_is_away_records_wait_and_the_loop_puts_them_on_the
         replaying = asyncio.create_task(spool.replay_forever())
         for request_id in ids:
             await spool.put(SpoolRecord(settlement=settlement(request_id)))
-        await asyncio.sleep(0.7)
+        async with asyncio.timeout(20):
+            while num_refused < 2:  # noqa: ASYNC110 - the loop sets no event
+                await asyncio.sleep(0.02)
         assert spool.num_pending == 5
 
         is_away = False

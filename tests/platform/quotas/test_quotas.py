@@ -43,6 +43,7 @@ from tests.support.metering import (
     run_sql,
     settlement,
 )
+from tests.support.postgres import until_in_statement
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -101,7 +102,7 @@ async def test_a_quota_that_waits_into_another_period_counts_that_one(
     with psycopg.connect(db_url) as owner:
         owner.execute("select loraplex_lock_limits(%s)", (customer.tenant_id,))
         setting = asyncio.create_task(set_limit(db, customer, "requests", "9"))
-        await asyncio.sleep(0.5)
+        await until_in_statement(db_url, waits_for="Lock")
         released_at = owner.execute("select clock_timestamp()").fetchone()
     await setting
 

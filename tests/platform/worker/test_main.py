@@ -33,7 +33,7 @@ from structlog.testing import capture_logs
 from tests.support.engines import replica_record
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.metering import add_customer, reservation, run_sql
-from tests.support.postgres import serving_url
+from tests.support.postgres import serving_url, until_in_statement
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -217,13 +217,13 @@ async def test_a_loop_ends_although_its_work_calls_the_cancellation_something_el
     assert task.cancelled()
 
 
-async def test_a_cancelled_statement_stays_cancelled(db: Database) -> None:
+async def test_a_cancelled_statement_stays_cancelled(db: Database, db_url: str) -> None:
     async def sleep() -> None:
         async with db.sessions() as session:
             await session.execute(text("select pg_sleep(30)"))
 
     task = asyncio.create_task(sleep())
-    await asyncio.sleep(0.5)
+    await until_in_statement(db_url, "pg_sleep(30)")
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
