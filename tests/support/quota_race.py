@@ -1,13 +1,18 @@
-"""Many clients of one process against one budget, for races between processes."""
+"""Many clients of one process against one budget, for races between processes (see `Peer`).
+
+It is told a `Race`, says "ready", is told to ask; if it holds, says "asked" and is told to settle; and says
+its `Outcome`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from dataclasses import dataclass
+import sys
+from typing import Any
 from uuid import UUID
 
+import msgspec
 from loraplex_platform.db.session import open_database
 from loraplex_platform.metering import service
 from loraplex_platform.quotas.errors import QuotaExceededError
@@ -15,11 +20,19 @@ from loraplex_platform.quotas.errors import QuotaExceededError
 from tests.support.metering import Customer, reservation, settlement
 from tests.support.postgres import database_settings
 
-_PATIENCE_S = 120.0  # a process may take its time to start
+
+class Race(msgspec.Struct, frozen=True):
+    """What one process does: each client asks once, those of all processes at the same time; holding
+    ones settle only when everybody has asked."""
+
+    database_url: str
+    tenant_id: UUID
+    key_id: UUID
+    num_clients: int
+    is_holding: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """Of one process."""
 
     admitted: int
@@ -27,24 +40,15 @@ class Outcome:
     paid_pico: int
 
 
-def race(
-    url: str,
-    tenant_id: UUID,
-    key_id: UUID,
-    num_clients: int,
-    is_holding: bool,
-    barrier: threading.Barrier,
-) -> Outcome:
-    """Each client asks once, those of all processes at the same time; holding ones settle only when
-    everybody has asked."""
-    customer = Customer(tenant_id, key_id, "")
-    return asyncio.run(_race(url, customer, num_clients, is_holding, barrier))
+async def _say(value: Any) -> None:
+    """One line out; returns at the next one in."""
+    print(msgspec.json.encode(value).decode(), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
 
 
-async def _race(
-    url: str, customer: Customer, num_clients: int, is_holding: bool, barrier: threading.Barrier
-) -> Outcome:
-    async with open_database(database_settings(url, database_pool_size=8)) as db:
+async def _run(race: Race) -> Outcome:
+    customer = Customer(race.tenant_id, race.key_id, "")
+    async with open_database(database_settings(race.database_url, database_pool_size=8)) as db:
         admitted: list[tuple[UUID, int]] = []
         paid: list[int] = []
 
@@ -63,13 +67,18 @@ async def _race(
             except QuotaExceededError:
                 return False
             admitted.append((wanted.request_id, reserved.max_tokens))
-            if not is_holding:
+            if not race.is_holding:
                 await settle(wanted.request_id, reserved.max_tokens)
             return True
 
-        await asyncio.to_thread(barrier.wait, _PATIENCE_S)
-        answers = await asyncio.gather(*(ask() for _ in range(num_clients)))
-        if is_holding:
-            await asyncio.to_thread(barrier.wait, _PATIENCE_S)
+        await _say("ready")
+        answers = await asyncio.gather(*(ask() for _ in range(race.num_clients)))
+        if race.is_holding:
+            await _say("asked")
             await asyncio.gather(*(settle(*one) for one in admitted))
-        return Outcome(sum(answers), num_clients - sum(answers), sum(paid))
+        return Outcome(sum(answers), race.num_clients - sum(answers), sum(paid))
+
+
+if __name__ == "__main__":
+    told = msgspec.json.decode(sys.stdin.readline(), type=Race)
+    print(msgspec.json.encode(asyncio.run(_run(told))).decode(), flush=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import multiprocessing
 import os
-import signal
 import struct
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Settlement
 from loraplex_platform.worker.engines import ConnectedEngines
-from loraplex_platform.worker.sweeper import Sweeper
+from loraplex_platform.worker.sweeper import SWEEPER, Sweeper
 
 from tests.support.metering import (
     Customer,
@@ -39,6 +37,7 @@ from tests.support.metering import (
     run_sql,
     settlement,
 )
+from tests.support.processes import Peer, hear_all
 
 
 def make_spool(folder: Path, db: Database, *, max_bytes: int = 1 << 20) -> Spool:
@@ -189,11 +188,14 @@ def test_a_file_has_one_owner_and_a_deleted_one_none(folder: Path) -> None:
     assert SpoolFile.adopt(mine.path) is None
 
 
-def _adopt_and_hold(path: Path, results: Any) -> None:
-    adopted = SpoolFile.adopt(path)
-    results.put(adopted is not None)
-    if adopted is not None:
-        signal.pause()
+_ADOPT_AND_HOLD = """
+import json, sys
+from pathlib import Path
+from loraplex_platform.gateway.spool import SpoolFile
+adopted = SpoolFile.adopt(Path(sys.argv[1]))
+print(json.dumps(adopted is not None), flush=True)
+sys.stdin.read()
+"""
 
 
 def test_of_two_processes_one_gets_a_file_and_kill_9_frees_it(folder: Path) -> None:
@@ -201,20 +203,13 @@ def test_of_two_processes_one_gets_a_file_and_kill_9_frees_it(folder: Path) -> N
     file = SpoolFile.create(folder)
     file.append([b"one"], 1000)
     file.close()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_adopt_and_hold, args=(file.path, results)) for _ in range(2)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        assert sorted(results.get(timeout=60) for _ in processes) == [False, True]
+    with (
+        Peer("-c", _ADOPT_AND_HOLD, file.path) as one,
+        Peer("-c", _ADOPT_AND_HOLD, file.path) as other,
+    ):
+        assert sorted(hear_all([one, other])) == [False, True]
         assert SpoolFile.adopt(file.path) is None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    # Both were killed.
     adopted = SpoolFile.adopt(file.path)
     assert adopted is not None
     assert adopted[1] == [b"one"]
@@ -493,4 +488,5 @@ async def test_spool_and_sweepers_may_race_and_each_request_is_settled_once(
     for request_id in ids:
         request, attempts, entries = await rows_of(db, request_id)
         assert (request.state, len(attempts), len(entries)) == ("settled", 1, 1)
-        assert (entries[0].account, entries[0].completion_tokens) == ("revenue", 20)
+        account = "absorbed" if request.settled_by == SWEEPER else "revenue"
+        assert (entries[0].account, entries[0].completion_tokens) == (account, 20)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from loraplex_platform.metering.invariants import check_invariants
 
 from tests.support.limits import set_limit, use_of
 from tests.support.metering import add_customer
 from tests.support.postgres import serving_url
-from tests.support.quota_race import race
+from tests.support.processes import Peer, hear_all
+from tests.support.quota_race import Outcome, Race
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -24,34 +24,26 @@ WORST_PICO = 10 * 20_000 + 100 * 40_000  # of `reservation`'s request at the sta
 
 @pytest.mark.parametrize("is_holding", [True, False])
 async def test_no_more_are_admitted_than_the_budget_pays(
-    db: Database, db_url: str, is_holding: bool, monkeypatch: pytest.MonkeyPatch
+    db: Database, db_url: str, is_holding: bool
 ) -> None:
-    # A spawned process runs its parent's main module, which in a worker of pytest-xdist is none to run again.
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__spec__", None)
-    monkeypatch.setattr(main, "__file__", None, raising=False)
     customer = await add_customer(db)
     limit_pico = BUDGET * WORST_PICO
     limit_id = await set_limit(
         db, customer, "cost", f"{limit_pico // 10**12}.{limit_pico % 10**12:012d}", "month"
     )
 
-    spawn = get_context("spawn")
-    with spawn.Manager() as manager, ProcessPoolExecutor(PROCESSES, spawn) as processes:
-        barrier = manager.Barrier(PROCESSES)
-        running = [
-            processes.submit(
-                race,
-                serving_url(db_url),
-                customer.tenant_id,
-                customer.key_id,
-                CLIENTS,
-                is_holding,
-                barrier,
-            )
-            for _ in range(PROCESSES)
+    race = Race(serving_url(db_url), customer.tenant_id, customer.key_id, CLIENTS, is_holding)
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(Peer("-m", "tests.support.quota_race")) for _ in range(PROCESSES)
         ]
-        outcomes = [future.result(timeout=240) for future in running]
+        for peer in peers:
+            peer.tell(msgspec.to_builtins(race))
+        for word in ["ready", "asked"] if is_holding else ["ready"]:
+            assert hear_all(peers) == [word] * PROCESSES
+            for peer in peers:
+                peer.tell("go on")
+        outcomes = msgspec.convert(hear_all(peers), list[Outcome])
 
     admitted = sum(outcome.admitted for outcome in outcomes)
     paid_pico = sum(outcome.paid_pico for outcome in outcomes)
