@@ -15,6 +15,7 @@ from loraplex_platform.errors import UnavailableError
 from loraplex_platform.gateway.job import Failed, Finished
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.spool import Spool, SpoolError, SpoolRecord, Void, write
+from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Settlement
 
@@ -46,11 +47,14 @@ class Books:
     metrics: GatewayMetrics
     spool: Spool | None
 
-    async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> None:
+    async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> bool:
         """Write the ending: to the database or, while that is away, to the spool.
 
         It is on a disk when this returns, unless there is no spool or it refuses: then this tries
         again and again, and gives up when the sweeper has long settled.
+
+        Returns:
+            Whether the books say, or will say, what we say. Else somebody else has closed them.
         """
         record = self._record(ending, lease_token, first_token_s)
         writing = asyncio.create_task(self._write(record))
@@ -60,13 +64,14 @@ class Books:
             if is_late and self.spool is not None and await self._has_spooled(record):
                 # Not cancelled: it may be at its COMMIT, and twice is as good as once.
                 self.spool.watch(writing)
-                is_applied = True
+                is_ours = True
             else:
-                is_applied = await writing
+                is_ours = await writing
         except UnavailableError:
-            is_applied = await self._has_spooled(record) or await self._write_at_last(record)
-        if is_applied:
+            is_ours = await self._has_spooled(record) or await self._write_at_last(record)
+        if is_ours:
             self._count(ending)
+        return is_ours
 
     async def _has_spooled(self, record: SpoolRecord) -> bool:
         if self.spool is None:
@@ -116,7 +121,10 @@ class Books:
         )
 
     async def _write(self, record: SpoolRecord) -> bool:
-        return (await write(self.sessions, record)).applied
+        if (await write(self.sessions, record)).applied:
+            return True
+        # The acknowledgement of our own COMMIT may have been lost: then this was the second time.
+        return await metering.was_closed_by(self.sessions, self.request_id, self.owner)
 
     def _count(self, ending: Ending) -> None:
         usage, reason = ending.usage, ending.finish_reason or ""

@@ -147,6 +147,18 @@ async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResu
     return result
 
 
+async def was_closed_by(sessions: SessionFactory, request_id: UUID, closer: str) -> bool:
+    """Whether that process has settled or voided the request: what a `settle` that was not applied may
+    mean after its first COMMIT, whose acknowledgement was lost.
+
+    Raises:
+        DatabaseUnavailableError: unknown.
+    """
+    async with sessions() as session:
+        request = await queries.find_request(session, request_id)
+    return request is not None and request.state != "reserved" and request.settled_by == closer
+
+
 async def settle_in(session: AsyncSession, settlement: Settlement) -> SettleResult:
     """`settle` within the caller's transaction."""
     parameters = queries.settle_parameters(settlement)
