@@ -1,9 +1,10 @@
 """Daily rollups: what every report and invoice reads instead of a month's requests.
 
-A settle marks its bucket (tenant, day in the tenant's zone) in `rollup_dirty`; here whole buckets are
-made again from the books, never incremented, so that doing it twice changes nothing. Readers take
-buckets without a mark from `usage_daily` and compute the marked ones live (`USAGE_SOURCE`), in one
-snapshot: what they say is never stale.
+A settle marks its bucket (tenant, day in the tenant's zone) in `rollup_dirty`, with its request; here
+whole buckets are made again from the books, never incremented, so that doing it twice changes nothing.
+A bucket and its marks are always of one snapshot: what is rolled up and the requests of the marks make
+the whole. So readers add these to those (`USAGE_SOURCE`), in one snapshot, and what they say is never
+stale; of a bucket with a mark that names no request they compute the whole day.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from uuid import UUID
 
 import structlog
@@ -19,6 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.transactions import run_transaction
 
 log = structlog.get_logger(__name__)
 
@@ -31,10 +34,12 @@ ROUND_S = 30.0
 # Rows of usage_daily as they must be now. Needs :first_day and :last_day, which bound `day`, and
 # :tenant, a tenant or null; row-level security narrows both halves further.
 USAGE_SOURCE = """
-dirty as materialized (
-    select distinct tenant_id, day from rollup_dirty
+marks as materialized (
+    select tenant_id, day, entry_id from rollup_dirty
     where day between :first_day and :last_day
         and (cast(:tenant as uuid) is null or tenant_id = cast(:tenant as uuid))
+), dirty as materialized (
+    select distinct tenant_id, day from marks where entry_id is null
 ), source as (
     select u.tenant_id, u.day, u.project_id, u.key_id, u.deployment_id, u.model,
         u.adapter_version_id, u.price_book_id, u.requests, u.billed_requests, u.prompt_tokens,
@@ -44,6 +49,23 @@ dirty as materialized (
         and (cast(:tenant as uuid) is null or u.tenant_id = cast(:tenant as uuid))
         and not exists (
             select from dirty where dirty.tenant_id = u.tenant_id and dirty.day = u.day)
+    union all
+    select marks.tenant_id, marks.day, live.* from marks, lateral (
+        select l.project_id, l.key_id, l.deployment_id, r.model, l.adapter_version_id,
+            l.price_book_id, 1, case l.account when 'revenue' then 1 else 0 end,
+            case l.account when 'revenue' then l.prompt_tokens else 0 end,
+            case l.account when 'revenue' then l.cached_tokens else 0 end,
+            case l.account when 'revenue' then l.completion_tokens else 0 end,
+            cast((select coalesce(sum(a.absorbed), 0) from attempts a where a.request_id = r.id)
+                as bigint),
+            case l.account when 'revenue' then l.amount_pico else 0 end,
+            case l.account when 'absorbed' then l.amount_pico else 0 end
+        from requests r join ledger l on l.entry_id = r.id and l.kind = 'usage'
+        where r.id = marks.entry_id and r.state = 'settled' and r.kind = 'user'
+        limit 1  -- there is one; so each is looked up, and nothing scanned, whatever the planner guesses
+    ) as live
+    where not exists (
+        select from dirty where dirty.tenant_id = marks.tenant_id and dirty.day = marks.day)
     union all
     select dirty.tenant_id, dirty.day, live.* from dirty,
         lateral loraplex_usage_of(dirty.tenant_id, dirty.day) as live
@@ -59,14 +81,16 @@ _ROLL_UP = text("select loraplex_roll_up(:tenant, :day)")
 
 
 async def roll_up(session: AsyncSession, tenant_id: UUID, day: date) -> bool:
-    """Make a bucket again and take its marks away, in the caller's transaction.
+    """Make a bucket again and take its marks away: the first thing in the caller's transaction.
 
-    False: somebody else is at it. Marks that come meanwhile stay, for they may not have been seen.
+    False: somebody else is at it. Marks that come meanwhile stay, and what they stand for is not in
+    what is made here: that takes one snapshot, which may cost the transaction (40001) when another
+    worker has just been at the bucket.
     """
+    await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
     if not await session.scalar(_CLAIM, {"bucket": f"{tenant_id}/{day}"}):
         return False
     parameters = {"tenant": tenant_id, "day": day}
-    # Marks first: the statement after this one sees all that they stand for.
     await session.execute(_UNMARK, parameters)
     if not await session.scalar(_ROLL_UP, parameters):
         log.warning("rollup_kept", tenant_id=str(tenant_id), day=str(day))
@@ -96,8 +120,9 @@ class RollupWorker:
             began_s = self.clock_s()
             if began_s > now_s + ROUND_S:
                 break
-            async with self.sessions.begin() as session:
-                count += await roll_up(session, tenant_id, day)
+            count += await run_transaction(
+                self.sessions, partial(roll_up, tenant_id=tenant_id, day=day)
+            )
             took_s = self.clock_s() - began_s
             self._not_before_s[tenant_id, day] = self.clock_s() + REST_FACTOR * took_s
         return count

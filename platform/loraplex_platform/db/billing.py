@@ -185,12 +185,14 @@ class UsageDaily(Base):
 
 
 # Marks of buckets that changed since they were rolled up, several per bucket. Each settle adds its own,
-# so that whoever deletes a mark has seen what it stands for.
+# so that whoever deletes a mark has seen what it stands for, and names its request. Without one the
+# bucket has changed in another way, and what is rolled up of it is worth nothing.
 rollup_dirty = Table(
     "rollup_dirty",
     Base.metadata,
     Column("tenant_id", Uuid(as_uuid=True), nullable=False),
     Column("day", Date, nullable=False),
+    Column("entry_id", Uuid(as_uuid=True)),
     Index("ix_rollup_dirty_tenant_id_day", "tenant_id", "day"),
 )
 

@@ -171,10 +171,15 @@ lines as (
         case when ledger.account = 'revenue' then ledger.completion_tokens else 0 end
             as completion_tokens,
         case when ledger.account = 'revenue' then ledger.amount_pico else 0 end as cost_pico,
-        (select coalesce(sum(attempts.absorbed), 0) from attempts
-            where attempts.request_id = requests.id) as absorbed_tokens
+        coalesce(absorbed.tokens, 0) as absorbed_tokens, 0 as adapter_seconds
     from requests
     join ledger on ledger.entry_id = requests.id and ledger.kind = 'usage'
+        and ledger.entry_id >= :first_id and ledger.entry_id < :last_id
+    left join (
+        select request_id, sum(absorbed) as tokens from attempts
+        where absorbed > 0 and request_id >= :first_id and request_id < :last_id
+        group by request_id
+    ) as absorbed on absorbed.request_id = requests.id
     where requests.state = 'settled' and requests.kind = 'user'
         and requests.id >= :first_id and requests.id < :last_id
         and requests.admitted_at >= :start and requests.admitted_at < :end
