@@ -36,7 +36,7 @@ from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import OverloadedError, PlatformError, UnavailableError
 from loraplex_platform.gateway.admissions import RateGate
-from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Ending
+from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Closed, Ending
 from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
@@ -522,9 +522,25 @@ class Pump:
         await self._leave(_use_of(ending))
         await asyncio.wait({closing}, timeout=ANSWER_WAIT_S)
         self.failpoints.hit("after_tx2")
-        is_ours = not closing.done() or closing.result()
+        is_ours = await self._is_ours(closing.result() if closing.done() else None)
         self.events.put_nowait(ending.event if is_ours else _unless_finished(ending.event))
         await closing
+
+    async def _is_ours(self, closed: Closed | None) -> bool:
+        """Whether our ending counts. None: it is not written yet.
+
+        If we stood still past our lease, the sweeper may have been faster than what we wrote to our disk.
+        """
+        if closed in ("booked", "overtaken"):
+            return closed == "booked"
+        if time.monotonic() < self._lease_ends_s:
+            return True
+        try:
+            return await self._holds_lease() or await metering.was_closed_by(
+                self.sessions, self.job.request_id, self.owner
+            )
+        except UnavailableError:
+            return True
 
     # ------------------------------------------------------------------ small things
 

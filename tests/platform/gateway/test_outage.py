@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import psycopg
 import pytest
 from loraplex_platform.db import Request
 from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.gateway import pump
 from loraplex_platform.gateway.app import open_gateway
 from loraplex_platform.gateway.failpoints import Failpoints, Point
 from loraplex_platform.gateway.spool import SpoolFolderError
@@ -177,6 +179,39 @@ async def test_of_what_the_sweeper_has_taken_over_nobody_hears_the_rest(
         _, _, entry = await stand.last_request()
         assert entry is not None
         assert entry.account == "absorbed"
+        await stand.check_books()
+
+
+async def test_a_gateway_that_stands_still_while_it_settles_tells_no_end_that_is_not_its_own(
+    db_url: str, redis_url: str, short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is awake again it has waited long enough for the books, and yet they may be another's."""
+    settle = metering.settle
+    sweep = Sweep(db_url, "inside_tx2")
+
+    async def stand_still(*arguments: Any) -> Any:
+        if not sweep.has_acted:
+            await asyncio.sleep(0.01)
+            while not sweep.has_acted:
+                sweep.hit("inside_tx2")
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        return await settle(*arguments)
+
+    monkeypatch.setattr(metering, "settle", stand_still)
+    monkeypatch.setattr(pump, "ANSWER_WAIT_S", 0.5)
+    async with Stand.open(db_url, redis_url, short_tmp_path, request_lease_s=1.0) as stand:
+        stand.engine.script = says("never heard")
+
+        answer = await stand.http().post(CHAT, json=_BODY)
+
+        assert answer.status_code == 503
+        await stand.settled()
+        monkeypatch.setattr(metering, "settle", settle)
+        await run_sql(stand.db, "update requests set lease_until = now() - interval '1 s'")
+        async with connected(stand.engine) as engines:
+            sweeper = Sweeper(stand.db.sessions, engines, grace_s=0.0, replica_lost_after_s=0.0)
+            assert await sweeper.sweep_once() == ["settled"]
         await stand.check_books()
 
 
