@@ -86,6 +86,17 @@ class Limit(Base):
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
 
 
+class SharedLimitsVersion(Base):
+    """The one row that counts changes of the limits that tenants share, as `tenants.limits_version` does
+    of a tenant's own. None: there was no change, and it is 1."""
+
+    __tablename__ = "shared_limits_version"
+    __table_args__ = (CheckConstraint("is_only", name="is_only"),)
+
+    is_only: Mapped[bool] = mapped_column(primary_key=True, server_default=text("true"))
+    version: Mapped[BigInt] = mapped_column(server_default=text("1"))
+
+
 class QuotaWindow(Base):
     """What has been used (`committed`) and is held by requests in flight, in one period of one scope.
 

@@ -40,6 +40,7 @@ USAGE_COLUMNS = (
     "completion_tokens",
     "absorbed_tokens",
     "cost_usd",
+    "adapter_seconds",
 )
 
 
@@ -61,6 +62,7 @@ class UsageRowResource(Schema):
                     "completion_tokens": 771,
                     "absorbed_tokens": 0,
                     "cost_usd": "0.000251000000",
+                    "adapter_seconds": 0,
                 }
             ]
         }
@@ -87,6 +89,10 @@ class UsageRowResource(Schema):
     completion_tokens: int
     absorbed_tokens: int = Field(description="Output tokens that the platform paid for.")
     cost_usd: str = Field(description="Exact dollars, 12 digits after the point.")
+    adapter_seconds: int = Field(
+        description="For which adapter versions were deployed, of days that are over; they are of no project, "
+        "key or deployment, and of the model `(adapter hours)`. None in minutes and hours."
+    )
 
     @model_serializer(mode="wrap")
     def _only_set(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -202,6 +208,7 @@ def usage_fields(row: UsageRow, query: UsageQuery) -> dict[str, Any]:
         "tenant": row.tenant,
         "model": row.model,
         "requests": row.requests,
+        "adapter_seconds": row.adapter_seconds,
         "prompt_tokens": row.prompt_tokens,
         "cached_tokens": row.cached_tokens,
         "completion_tokens": row.completion_tokens,
