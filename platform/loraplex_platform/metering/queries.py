@@ -6,9 +6,9 @@ transaction.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -53,6 +53,13 @@ from loraplex_settle(
     p_earlier => %(earlier)s::jsonb, p_finish_reason => %(finish_reason)s,
     p_http_status => %(http_status)s::integer, p_error_code => %(error_code)s,
     p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer)
+"""
+
+# Of many requests: `item` says which. Those that have no row are asked for by the statements above.
+BOOK: Final = """
+select item, outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, applied,
+    amount_pico
+from loraplex_book(%(batch)s::jsonb)
 """
 
 VOID: Final = """
@@ -101,9 +108,12 @@ returning requests.id
 """)
 
 
+_RESERVATION_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Reservation))
+
+
 def reserve_parameters(reservation: Reservation) -> dict[str, object]:
     """Of `RESERVE`."""
-    return asdict(reservation) | {
+    return {name: getattr(reservation, name) for name in _RESERVATION_FIELDS} | {
         "max_tokens": reservation.est_completion_tokens // reservation.num_choices,
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
