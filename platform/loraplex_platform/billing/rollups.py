@@ -34,12 +34,10 @@ ROUND_S = 30.0
 # Rows of usage_daily as they must be now. Needs :first_day and :last_day, which bound `day`, and
 # :tenant, a tenant or null; row-level security narrows both halves further.
 USAGE_SOURCE = """
-marks as materialized (
-    select tenant_id, day, entry_id from rollup_dirty
-    where day between :first_day and :last_day
+dirty as materialized (
+    select distinct tenant_id, day from rollup_dirty
+    where day between :first_day and :last_day and entry_id is null
         and (cast(:tenant as uuid) is null or tenant_id = cast(:tenant as uuid))
-), dirty as materialized (
-    select distinct tenant_id, day from marks where entry_id is null
 ), source as (
     select u.tenant_id, u.day, u.project_id, u.key_id, u.deployment_id, u.model,
         u.adapter_version_id, u.price_book_id, u.requests, u.billed_requests, u.prompt_tokens,
@@ -50,22 +48,8 @@ marks as materialized (
         and not exists (
             select from dirty where dirty.tenant_id = u.tenant_id and dirty.day = u.day)
     union all
-    select marks.tenant_id, marks.day, live.* from marks, lateral (
-        select l.project_id, l.key_id, l.deployment_id, r.model, l.adapter_version_id,
-            l.price_book_id, 1, case l.account when 'revenue' then 1 else 0 end,
-            case l.account when 'revenue' then l.prompt_tokens else 0 end,
-            case l.account when 'revenue' then l.cached_tokens else 0 end,
-            case l.account when 'revenue' then l.completion_tokens else 0 end,
-            cast((select coalesce(sum(a.absorbed), 0) from attempts a where a.request_id = r.id)
-                as bigint),
-            case l.account when 'revenue' then l.amount_pico else 0 end,
-            case l.account when 'absorbed' then l.amount_pico else 0 end
-        from requests r join ledger l on l.entry_id = r.id and l.kind = 'usage'
-        where r.id = marks.entry_id and r.state = 'settled' and r.kind = 'user'
-        limit 1  -- there is one; so each is looked up, and nothing scanned, whatever the planner guesses
-    ) as live
-    where not exists (
-        select from dirty where dirty.tenant_id = marks.tenant_id and dirty.day = marks.day)
+    select m.* from loraplex_usage_of_marks(cast(:tenant as uuid), :first_day, :last_day) m
+    where not exists (select from dirty where dirty.tenant_id = m.tenant_id and dirty.day = m.day)
     union all
     select dirty.tenant_id, dirty.day, live.* from dirty,
         lateral loraplex_usage_of(dirty.tenant_id, dirty.day) as live
