@@ -38,7 +38,7 @@ explain_router = admin_router("/explain", "Limits")
 LimitId = Annotated[str, Path(description="The limit's id, `lim_...`.")]
 
 
-def _tenant_filter(
+async def _tenant_filter(
     tenant_id: Annotated[str | None, Query(description="Only those of this tenant.")] = None,
 ) -> UUID | None:
     if tenant_id is None:
@@ -49,7 +49,7 @@ def _tenant_filter(
         raise NotFoundError("No such tenant.", param="tenant_id") from None
 
 
-def _key_filter(
+async def _key_filter(
     key_id: Annotated[str, Query(max_length=80, description="The caller's key, `key_...`.")],
 ) -> UUID:
     try:
@@ -58,7 +58,7 @@ def _key_filter(
         raise NotFoundError("No such key.", param="key_id") from None
 
 
-def _deployment_filter(
+async def _deployment_filter(
     deployment_id: Annotated[
         str | None,
         Query(
