@@ -357,6 +357,8 @@ class Pump:
             adapter_digest=job.model.adapter_digest,
             priority=job.priority,
             weight=job.weight,
+            memory_weight=job.memory_weight,
+            max_adapters=job.max_adapters,
             deadline_unix_s=time.time() + job.timeout_s - waited_s,
         )
 

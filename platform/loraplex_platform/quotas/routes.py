@@ -183,7 +183,7 @@ async def update_scheduling(
     response: Response,
     session: DbSession,
 ) -> SchedulingResource:
-    """Set the tenant's priority and weight, from its next request on."""
+    """Set the tenant's priority, weight and shares of memory, from its next request on."""
     tenant = await service.update_scheduling(session, request.state.actor, owner.id, body, if_match)
     set_etag(response, tenant.row_version)
     return _show_scheduling(tenant)
@@ -213,5 +213,7 @@ def _show_scheduling(tenant: Tenant) -> SchedulingResource:
         tenant_id=format_id("tenant", tenant.id),
         priority=tenant.priority,
         weight=tenant.weight,
+        memory_weight=tenant.memory_weight,
+        max_adapters=tenant.max_adapters,
         version=tenant.row_version,
     )
