@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.metering import service
-from loraplex_platform.metering.usage import UsageFilter, UsageQuery, UsageRow, report_usage
+from loraplex_platform.metering.usage import (
+    FILE_ROWS,
+    UsageFilter,
+    UsageQuery,
+    UsageRow,
+    report_usage,
+)
 
 from tests.support.billing import add_model, add_usage
 from tests.support.metering import add_customer, reservation
