@@ -147,7 +147,7 @@ async def test_pages_cover_every_row_once(db: Database, db_url: str) -> None:
         {"end": START},
         {"start": START.replace(tzinfo=None)},
         {"limit": 0},
-        {"limit": 1001},
+        {"limit": FILE_ROWS + 1},
         {"page": "nonsense"},
         {"page": "WzEsMl0"},
         {"page": "' or 1=1"},
