@@ -19,7 +19,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from loraplex_engine.protocol import SamplingParams
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import ConflictError, IdempotencyReuseError, ModelNotFoundError
@@ -210,11 +211,18 @@ def direct_routes() -> list[Route]:
 
 def _direct(path: str, endpoint: Callable[..., Awaitable[Response]]) -> Route:
     async def answer(request: Request) -> Response:
-        request.scope["route"] = route  # as the framework does; logs and metrics name it
         return await endpoint(request, gateway_of(request), await caller_of(request))
 
-    route = Route(path, answer, methods=["POST"], include_in_schema=False)
-    return route
+    return _NamedRoute(path, answer, methods=["POST"], include_in_schema=False)
+
+
+class _NamedRoute(Route):
+    """Is in the scope as the framework's are, also where only the path fits: logs and metrics name it."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As Starlette's."""
+        match, found = super().matches(scope)
+        return match, {**found, "route": self}
 
 
 # ---------------------------------------------------------------------------- checking

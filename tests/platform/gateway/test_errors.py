@@ -502,6 +502,9 @@ async def test_unknown_urls_and_methods_get_our_envelope(stand: Stand) -> None:
     refused = await client.get("/v1/chat/completions")
     _check_envelope(refused, 405, "method_not_allowed")
     assert "POST" in refused.headers["allow"]
+    labels = {"endpoint": "/v1/chat/completions", "code": "405"}
+    registry = stand.gateway.metrics.registry
+    assert registry.get_sample_value("loraplex:http_requests_total", labels)
     _check_envelope(await client.post("/v1/chat/completions/"), 404, "not_found")
 
 
