@@ -58,12 +58,8 @@ class Admissions:
             finding = authenticate(sessions, settings.key_pepper, secret)
             return await within(settings.database_deadline_s, finding)
 
-        async def read_limits(scopes: LimitScopes) -> EffectiveLimits:
-            async with sessions() as session:
-                return await effective_limits(session, scopes)
-
         async def find_limits(scopes: LimitScopes) -> EffectiveLimits:
-            return await within(settings.database_deadline_s, read_limits(scopes))
+            return await within(settings.database_deadline_s, effective_limits(sessions, scopes))
 
         async def find_running(owner: UUID | None) -> Sequence[Place]:
             async with sessions() as session:

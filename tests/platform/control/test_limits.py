@@ -317,9 +317,8 @@ async def test_all_limits_of_a_caller_and_how_they_stand(stand: Stand) -> None:
     await set_limit(stand, metric="rpm", value="1", valid_to=1, **tenant)
     await set_limit(stand, metric="rpm", value="1", scope_kind="key", scope_id=others["key"])
     await service.reserve(stand.db.sessions, reservation(customer))
-    async with stand.db.sessions() as session:
-        scopes = LimitScopes(tenant_id=customer.tenant_id, key_id=customer.key_id)
-        effective = await effective_limits(session, scopes)
+    scopes = LimitScopes(tenant_id=customer.tenant_id, key_id=customer.key_id)
+    effective = await effective_limits(stand.db.sessions, scopes)
     newest = 10**6  # of all versions, for what was published about them is in this Redis
     world = World(stand.redis_url)
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from loraplex_platform.db.batched_calls import MAX_ITEMS
 from loraplex_platform.ids import uuid7
 from loraplex_platform.quotas.effective import effective_limits
 from loraplex_platform.quotas.records import EffectiveLimits, LimitScopes
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
 
 async def limits_of(db: Database, customer: Customer) -> EffectiveLimits:
     scopes = LimitScopes(tenant_id=customer.tenant_id, key_id=customer.key_id)
-    async with db.sessions() as session:
-        return await effective_limits(session, scopes)
+    return await effective_limits(db.sessions, scopes)
 
 
 async def test_a_callers_rates_are_its_own_and_the_platforms(db: Database) -> None:
@@ -76,7 +77,37 @@ async def test_every_change_raises_the_version_of_whom_it_concerns(db: Database)
 
 
 async def test_nobody_has_no_limits(db: Database) -> None:
-    async with db.sessions() as session:
-        found = await effective_limits(session, LimitScopes(tenant_id=uuid7()))
+    await set_limit(db, await add_customer(db, "acme"), "rpm", "60", None, scope_kind="platform")
+
+    found = await effective_limits(db.sessions, LimitScopes(tenant_id=uuid7()))
 
     assert found == EffectiveLimits(version=0)
+
+
+async def test_an_id_counts_only_as_its_kind_and_for_its_tenant(db: Database) -> None:
+    acme, globex = await add_customer(db, "acme"), await add_customer(db, "globex")
+    await set_limit(db, acme, "rpm", "60", None, scope_kind="key")
+    of_another_kind = LimitScopes(
+        tenant_id=acme.tenant_id,
+        project_id=acme.key_id,
+        deployment_id=acme.key_id,
+        adapter_id=acme.key_id,
+    )
+    of_another_tenant = LimitScopes(tenant_id=globex.tenant_id, key_id=acme.key_id)
+
+    for scopes in (of_another_kind, of_another_tenant):
+        assert (await effective_limits(db.sessions, scopes)).rates == ()
+    assert len((await limits_of(db, acme)).rates) == 1
+
+
+async def test_of_many_who_ask_together_each_gets_its_own(db: Database) -> None:
+    customers = [await add_customer(db, f"tenant-{i}") for i in range(MAX_ITEMS + 8)]
+    for i, customer in enumerate(customers[::2]):
+        await set_limit(db, customer, "rpm", str(i), None)
+
+    found = await asyncio.gather(*(limits_of(db, customer) for customer in customers))
+
+    assert [[(rate.owner_tenant_id, rate.value) for rate in one.rates] for one in found] == [
+        [] if i % 2 else [(customer.tenant_id, i // 2)] for i, customer in enumerate(customers)
+    ]
+    assert [one.version for one in found] == [1 if i % 2 else 2 for i in range(len(found))]
