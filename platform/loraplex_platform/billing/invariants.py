@@ -142,11 +142,12 @@ with newest as (
             and h.occurred_at < n.computed_at - interval '1 minute'
     ) as used, (
         -- Corrections go either way: of what was booked about then this says nothing, but the next
-        -- invoice's check does.
+        -- invoice's check does. Also a little later: who computes an invoice waits for a booking first.
         select coalesce(sum(abs(h.amount_pico)), 0) from ledger h
         where h.kind = 'hours' and h.tenant_id = n.tenant_id
             and h.day < (n.period_end at time zone n.billing_tz)::date
-            and h.occurred_at between n.computed_at - interval '1 minute' and n.computed_at
+            and h.occurred_at between n.computed_at - interval '1 minute'
+                and n.computed_at + interval '1 minute'
     ) as unsure, (
         select coalesce(sum(l.amount_pico), 0)
         from requests r join ledger l on l.entry_id = r.id and l.kind = 'usage'

@@ -330,6 +330,32 @@ async def test_days_that_are_booked_stay_the_days_they_are(db: Database, db_url:
             )
 
 
+@pytest.mark.parametrize(
+    ("later", "broken"),
+    [("-2 minutes", []), ("10 seconds", []), ("2 minutes", ["invoices_equal_the_ledger"])],
+)
+async def test_hours_that_are_booked_while_an_invoice_waits_for_them_may_be_on_it(
+    db: Database, db_url: str, later: str, broken: list[str]
+) -> None:
+    customer = await add_customer(db, "acme")
+    model = add_model(db_url, customer)
+    [month] = last_months(1)
+    begin = datetime(month.year, month.month, 2, tzinfo=UTC)
+    add_book(db_url, "hours", begin, {hourly(): 10**9})
+    ended = Event(begin + 30 * HOUR, model.deployment_id, None)
+    set_history(db_url, customer, [deployed(model, begin), ended])
+    await AdapterHoursWorker(db.sessions).run_once()
+    await InvoiceWorker(db.sessions, ISSUER, timedelta(0)).run_once()
+
+    as_owner(
+        db_url,
+        "update ledger set occurred_at = (select computed_at from invoices) + %s::interval",
+        later,
+    )
+
+    assert await broken_rules(db) == broken
+
+
 async def test_the_paper_shows_hours(db: Database, db_url: str) -> None:
     customer = await add_customer(db, "acme")
     model = add_model(db_url, customer, "bot")
