@@ -236,9 +236,7 @@ CREATE FUNCTION loraplex_book(p_batch jsonb)
             FROM jsonb_to_recordset(p_batch) AS i (what text, request_id uuid)
             WHERE i.what = 'settle';
         IF settled_ids IS NOT NULL THEN
-            SELECT array_agg(DISTINCT q.tenant_id), array_agg(DISTINCT u.id) FILTER (WHERE u.id IS NOT NULL)
-                INTO settled_tenants, settled_windows
-                FROM requests q LEFT JOIN unnest(q.windows) AS u (id) ON true
+            SELECT array_agg(DISTINCT q.tenant_id) INTO settled_tenants FROM requests q
                 WHERE q.id = ANY (settled_ids) AND q.state = 'reserved';
         END IF;
         SELECT coalesce(array_agg(t.tenant_id) FILTER (WHERE NOT
@@ -248,9 +246,14 @@ CREATE FUNCTION loraplex_book(p_batch jsonb)
                 SELECT i.tenant_id FROM jsonb_to_recordset(p_batch) AS i (tenant_id uuid)
                 UNION SELECT unnest(settled_tenants)
             ) t WHERE t.tenant_id IS NOT NULL;
-        IF cardinality(being_set_up) > 0 THEN
-            SELECT coalesce(array_agg(q.id), '{}') INTO alone_ids FROM requests q
-                WHERE q.id = ANY (settled_ids) AND q.tenant_id = ANY (being_set_up);
+        -- After those locks: what is being set up gives requests windows, and holds them meanwhile.
+        IF settled_tenants IS NOT NULL THEN
+            SELECT coalesce(array_agg(DISTINCT q.id) FILTER (WHERE q.tenant_id = ANY (being_set_up)), '{}'),
+                array_agg(DISTINCT u.id)
+                    FILTER (WHERE u.id IS NOT NULL AND q.tenant_id <> ALL (being_set_up))
+                INTO alone_ids, settled_windows
+                FROM requests q LEFT JOIN unnest(q.windows) AS u (id) ON true
+                WHERE q.id = ANY (settled_ids) AND q.state = 'reserved';
         END IF;
 
         -- The windows that the reservations will lock, as `loraplex_reserve` finds them.

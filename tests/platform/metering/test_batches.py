@@ -173,6 +173,28 @@ async def test_a_tenant_whose_quota_is_being_set_up_holds_up_nobody_else(
     assert done[1].applied
 
 
+async def test_windows_that_are_being_set_up_are_locked_for_nobody_else(
+    db: Database, db_url: str, counting: _Counting
+) -> None:
+    slow, other = await add_customer(db), await add_customer(db, "globex")
+    limit_id = await set_limit(db, slow, "requests", "10")
+    running, others_running = reservation(slow), reservation(other)
+    await _together(db, running, others_running)
+    counting.counts.clear()
+    with psycopg.connect(db_url) as owner:
+        owner.execute("select loraplex_lock_limits(%s)", [slow.tenant_id])
+        owner.execute("select 1 from quota_windows for update")
+        waiting = asyncio.create_task(service.settle(db.sessions, settlement(running.request_id)))
+        [settled] = await _together(db, settlement(others_running.request_id))
+        await until_in_statement(db_url, "loraplex_settle(")
+        owner.commit()
+
+    assert settled.applied
+    assert (await waiting).applied
+    assert counting.counts == {queries.BOOK: 1, queries.SETTLE: 1}
+    assert await use_of(db, limit_id) == (1, 0)
+
+
 async def test_a_window_that_somebody_holds_holds_up_nobody_else_for_long(
     db: Database, db_url: str
 ) -> None:
