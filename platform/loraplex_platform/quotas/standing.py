@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Select, and_, case, func, or_, select
+from sqlalchemy import Select, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import AdapterVersion, ApiKey, Deployment, DeploymentRevision, Limit
@@ -17,13 +17,6 @@ from loraplex_platform.quotas.records import LimitScopes, RateLimit
 from loraplex_platform.quotas.service import RATE_METRICS
 from loraplex_platform.rates.levels import levels_of
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisAwayError
-
-# The order in which a reservation looks at them.
-_RANK = case(
-    {"key": 1, "project": 2, "tenant": 3, "adapter": 4, "deployment": 5},
-    value=Limit.scope_kind,
-    else_=6,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +152,14 @@ def _in_force(scopes: LimitScopes) -> Select[Limit]:
             or_(Limit.valid_from.is_(None), Limit.valid_from <= func.now()),
             or_(Limit.valid_to.is_(None), Limit.valid_to > func.now()),
         )
-        .order_by(_RANK, Limit.metric, Limit.period, Limit.window_s, Limit.id)
+        # As a reservation looks at them.
+        .order_by(
+            func.loraplex_scope_rank(Limit.scope_kind),
+            Limit.metric,
+            Limit.period,
+            Limit.window_s,
+            Limit.id,
+        )
     )
 
 
