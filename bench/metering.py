@@ -50,6 +50,7 @@ from tests.support.metering import Customer
 
 MANY_TENANTS = 1000
 SIDE_BY_SIDE = 32
+_IDLE_S = 2.0  # then a connection is not used again: the gateway closes one that is idle for 5 s
 _PEPPER = SecretStr("pepper-for-benchmarks-0123456789abcdef")
 _SERVE_ROLE = "loraplex_serve"
 _PROMPT, _MAX_TOKENS = "the capital of France is", 8
@@ -356,9 +357,13 @@ class _Connection:
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._used_s = 0.0
 
     async def ask(self, payload: bytes) -> tuple[int, bytes]:
         """Status and body."""
+        if self._streams is not None and time.monotonic() - self._used_s > _IDLE_S:
+            self._streams[1].close()
+            self._streams = None
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
@@ -367,7 +372,9 @@ class _Connection:
         lower = head.lower()
         start = lower.index(b"content-length:") + len(b"content-length:")
         length = int(lower[start : lower.index(b"\r\n", start)])
-        return int(head[9:12]), await reader.readexactly(length)
+        body = await reader.readexactly(length)
+        self._used_s = time.monotonic()
+        return int(head[9:12]), body
 
 
 class _Load:
