@@ -22,6 +22,7 @@ import structlog
 from sqlalchemy import text
 
 from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.errors import UnavailableError
 
 log = structlog.get_logger(__name__)
 
@@ -75,18 +76,31 @@ class AdapterHoursWorker:
     sessions: SessionFactory
 
     async def run_once(self) -> int:
-        """How many lines that took; 0: there was nothing new."""
+        """How many lines that took; 0: there was nothing new.
+
+        What went wrong with one tenant is raised once the others have had their turn.
+        """
         async with self.sessions() as session:
             rows = (await session.execute(_DUE, {"again": _AGAIN_DAYS})).all()
         due: defaultdict[UUID, list[date]] = defaultdict(list)
         for row in rows:
             due[row.tenant_id].append(row.day)
         booked = 0
+        failure: Exception | None = None
         for tenant_id, days in due.items():
-            for start in range(0, len(days), _MAX_DAYS_A_TRANSACTION):
-                booked += await self._book(tenant_id, days[start : start + _MAX_DAYS_A_TRANSACTION])
+            try:
+                for start in range(0, len(days), _MAX_DAYS_A_TRANSACTION):
+                    some = days[start : start + _MAX_DAYS_A_TRANSACTION]
+                    booked += await self._book(tenant_id, some)
+            except UnavailableError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the others' days are booked all the same
+                log.warning("adapter_hours_failed", tenant_id=str(tenant_id), reason=str(error))
+                failure = error
         if booked:
             log.info("adapter_hours_booked", lines=booked)
+        if failure is not None:
+            raise failure
         return booked
 
     async def _book(self, tenant_id: UUID, days: list[date]) -> int:

@@ -54,7 +54,9 @@ class RateLimit:
 
     @property
     def capacity(self) -> int:
-        """How much may be taken at once."""
+        """How much may be taken at once; nothing of 0, whatever its burst."""
+        if self.value <= 0:
+            return 0
         return self.value if self.metric == "concurrency" else self.burst
 
 

@@ -53,7 +53,7 @@ def _name(limit: RateLimit) -> str:
 
 @lru_cache(maxsize=4096)
 def _policy(limit: RateLimit) -> str:
-    quota = min(limit.capacity if limit.value > 0 else 0, MAX_INTEGER)
+    quota = min(limit.capacity, MAX_INTEGER)
     if limit.metric == "concurrency":
         return f'"{_name(limit)}";q={quota};qu="concurrent-requests"'
     window_s = math.ceil(quota * 60 / limit.value) if limit.value > 0 else 60

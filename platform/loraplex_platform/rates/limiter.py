@@ -259,7 +259,7 @@ class RateLimiter:
             raise RedisAwayError("An answer to another question.")
         numbers = reply[2:]
         views = [
-            LimitView(limit, *numbers[3 * i : 3 * i + 3])
+            LimitView(limit, min(numbers[3 * i], limit.capacity), *numbers[3 * i + 1 : 3 * i + 3])
             for i, limit in enumerate(share.limits)
             if numbers
         ]

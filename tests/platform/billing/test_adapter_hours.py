@@ -25,6 +25,7 @@ from loraplex_platform.metering.usage import UsageQuery, report_usage
 from loraplex_platform.tenancy.service import update_tenant
 from pydantic import ValidationError
 from sqlalchemy import select, text
+from sqlalchemy.exc import IntegrityError
 
 from tests.support.adapter_hours import Book, Booked, Event, recompute, set_history
 from tests.support.billing import ISSUER, NIL, Model, add_book, add_model, as_owner, set_zone
@@ -312,6 +313,35 @@ async def invoiced(db: Database) -> list[InvoiceLine]:
             .order_by(Invoice.period_start)
         )
         return list((await session.scalars(statement)).all())
+
+
+async def test_a_tenant_whose_hours_cannot_be_booked_holds_up_nobody_else(
+    db: Database, db_url: str
+) -> None:
+    customers = [await add_customer(db, name) for name in ("acme", "globex", "initech")]
+    begin = datetime.now(UTC).replace(hour=0, minute=0) - timedelta(days=1)
+    add_book(db_url, "hours", begin - timedelta(days=1), {hourly(): 7})
+    versions = []
+    for customer in customers:
+        model = add_model(db_url, customer)
+        versions.append(model.adapter_version_id)
+        set_history(db_url, customer, [deployed(model, begin)])
+    # Whoever comes first, in the order of ids, and the last one.
+    broken, last = (
+        min(customers, key=lambda c: c.tenant_id),
+        max(customers, key=lambda c: c.tenant_id),
+    )
+    as_owner(
+        db_url,
+        f"alter table ledger add constraint broken check (tenant_id <> '{broken.tenant_id}')",
+    )
+
+    with pytest.raises(IntegrityError, match="broken"):
+        await AdapterHoursWorker(db.sessions).run_once()
+
+    booked = {version for version, _, _ in await ledger(db)}
+    assert booked == set(versions) - {versions[customers.index(broken)]}
+    assert versions[customers.index(last)] in booked
 
 
 async def test_days_that_are_booked_stay_the_days_they_are(db: Database, db_url: str) -> None:

@@ -104,8 +104,13 @@ async def test_what_never_fits_is_not_to_be_tried_again(world: World) -> None:
 
 @pytest.mark.parametrize("metric", ["rpm", "concurrency", "tpm_in"])
 async def test_a_limit_of_zero_closes(world: World, metric: RateMetric) -> None:
-    with pytest.raises(RateLimitedError, match="closed for now"):
-        await world.gateway().admit(claim(limit(metric, 0)), never)
+    closed = limit(metric, 0, burst=5) if metric != "concurrency" else limit(metric, 0)
+    with pytest.raises(RateLimitedError, match="closed for now") as refusal:
+        await world.gateway().admit(claim(closed), never)
+
+    left = {k: v for k, v in refusal.value.headers.items() if "-remaining-" in k}
+    assert set(left.values()) <= {"0"}
+    assert len(left) == (metric != "concurrency")
 
 
 @pytest.mark.parametrize(
