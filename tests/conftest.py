@@ -35,8 +35,18 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 
 
 def pytest_sessionstart() -> None:
-    """Of whoever was killed before."""
+    """Tidy up after whoever was killed before, and hear signals.
+
+    A run begun by `nohup`, or in the background of a script, has them ignored, and all that it starts and
+    tells to end would inherit that. Handlers are not inherited.
+    """
     delete_leftovers()
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, lambda *_: None),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
