@@ -44,6 +44,7 @@ class BatchedCalls:
         self._query = query
         self._waiting: deque[_Item] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._num_prompt = (
             0  # senders that do what waits; the others are late, and nobody counts on them
         )
@@ -57,8 +58,10 @@ class BatchedCalls:
             item: not empty; of what `msgspec` takes.
 
         Raises:
-            DatabaseUnavailableError: as `CallPool.rows`. Whether it was done is unknown.
+            DatabaseUnavailableError: as `CallPool.rows`; or closed. Whether it was done is unknown.
         """
+        if self._is_closed:
+            raise DatabaseUnavailableError()
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((msgspec.json.encode(item), answer))
         self._send_on()
@@ -66,6 +69,7 @@ class BatchedCalls:
 
     async def close(self) -> None:
         """End what is under way; whoever still waits hears that the database is not available."""
+        self._is_closed = True
         senders = list(self._senders)
         for sender in senders:
             sender.cancel()

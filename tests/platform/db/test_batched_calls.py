@@ -208,9 +208,11 @@ async def test_closing_leaves_nobody_waiting(server: _Server, batched: BatchedCa
 
     await batched.close()
 
-    for task in (*sent, *waiting):
+    late = _ask(batched, 3)
+    for task in (*sent, *waiting, *late):
         with pytest.raises(DatabaseUnavailableError):
-            await task
+            await asyncio.wait_for(task, 10)
+    assert len(server.batches) == 1
 
 
 async def test_what_cannot_be_sent_is_its_senders_own_trouble(
