@@ -10,8 +10,8 @@ import asyncio
 import random
 import shutil
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -702,16 +702,24 @@ RACE_DEADLINE_S = 15.0  # all at once on two cores takes its time
 RACE_TOKENS = 20  # the completion's max_tokens, all of which is said
 
 
-async def race(world: World, num_clients: int, num_paid: int) -> list[Answer]:
-    """Three gateways, and a budget for so many of their clients."""
-    world.engine.script = says("x" * 100, end=False)
+@asynccontextmanager
+async def _gateways(
+    world: World, *, database_deadline_s: float = DATABASE_DEADLINE_S
+) -> AsyncIterator[list[ProcessUnderTest]]:
+    """Three, started side by side."""
     async with AsyncExitStack() as stack:
-        gateways = await asyncio.gather(
+        yield await asyncio.gather(
             *(
-                stack.enter_async_context(world.gateway(database_deadline_s=RACE_DEADLINE_S))
+                stack.enter_async_context(world.gateway(database_deadline_s=database_deadline_s))
                 for _ in range(3)
             )
         )
+
+
+async def race(world: World, num_clients: int, num_paid: int) -> list[Answer]:
+    """Three gateways, and a budget for so many of their clients."""
+    world.engine.script = says("x" * 100, end=False)
+    async with _gateways(world, database_deadline_s=RACE_DEADLINE_S) as gateways:
         answers = await world.ask_many(gateways, num_clients, max_tokens=RACE_TOKENS)
     whole = [answer for answer in answers if answer.is_whole]
     refused = {answer.code for answer in answers if not answer.is_whole}
@@ -745,13 +753,7 @@ async def large_race(world: World) -> list[Answer]:
 async def race_with_a_death(world: World) -> list[Answer]:
     """What the dead one held is free again within its lease."""
     world.engine.script = says("x" * 100, end=False, token_delay_s=0.01)
-    async with AsyncExitStack() as stack:
-        gateways = await asyncio.gather(
-            *(
-                stack.enter_async_context(world.gateway(database_deadline_s=RACE_DEADLINE_S))
-                for _ in range(3)
-            )
-        )
+    async with _gateways(world, database_deadline_s=RACE_DEADLINE_S) as gateways:
         asking = asyncio.create_task(world.ask_many(gateways, 200, max_tokens=RACE_TOKENS))
         await world.has_running(10)
         gateways[0].kill()
@@ -771,10 +773,7 @@ async def race_with_a_death(world: World) -> list[Answer]:
 async def race_with_two_deaths(world: World) -> list[Answer]:
     """No limit is passed; at most what the dead gateway had in its spool is given away."""
     world.engine.script = says("x" * 100, end=False, token_delay_s=0.02)
-    async with AsyncExitStack() as stack:
-        gateways = await asyncio.gather(
-            *(stack.enter_async_context(world.gateway()) for _ in range(3))
-        )
+    async with _gateways(world) as gateways:
         asking = asyncio.create_task(world.ask_many(gateways, 100, max_tokens=RACE_TOKENS))
         await world.has_running(10)
         await asyncio.to_thread(world.postgres.process.kill)  # type: ignore[union-attr] # our child
@@ -797,13 +796,7 @@ async def race_with_two_deaths(world: World) -> list[Answer]:
 async def race_with_a_death_and_no_redis(world: World) -> list[Answer]:
     """Budgets know nothing of Redis."""
     world.engine.script = says("x" * 100, end=False, token_delay_s=0.01)
-    async with AsyncExitStack() as stack:
-        gateways = await asyncio.gather(
-            *(
-                stack.enter_async_context(world.gateway(database_deadline_s=RACE_DEADLINE_S))
-                for _ in range(3)
-            )
-        )
+    async with _gateways(world, database_deadline_s=RACE_DEADLINE_S) as gateways:
         asking = asyncio.create_task(world.ask_many(gateways, 200, max_tokens=RACE_TOKENS))
         await world.has_running(10)
         gateways[0].kill()
