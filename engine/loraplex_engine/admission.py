@@ -129,12 +129,33 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"logprobs is {sampling.logprobs}: it must be between 0 and {MAX_LOGPROBS}"
         )
+    _check_forced(sampling, vocab_size)
     grammar = sampling.grammar
     if grammar is not None and len(grammar.value) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(
             f"grammar has {len(grammar.value)} characters: at most {MAX_GRAMMAR_CHARS}"
         )
     _check_id_lists(sampling, vocab_size)
+
+
+def _check_forced(sampling: SamplingParams, vocab_size: int) -> None:
+    forced = sampling.forced_token_ids
+    if not forced:
+        return
+    if len(forced) != sampling.max_tokens:
+        raise InvalidRequestError(
+            f"forced_token_ids has {len(forced)} ids: it is the whole output, so as many as max_tokens,"
+            f" {sampling.max_tokens}"
+        )
+    if sampling.n != 1:
+        raise InvalidRequestError(f"n is {sampling.n}: with forced_token_ids it must be 1")
+    if sampling.stop_token_ids:
+        raise InvalidRequestError(
+            "stop_token_ids cannot go with forced_token_ids: nothing stops them"
+        )
+    if sampling.grammar is not None:
+        raise InvalidRequestError("grammar cannot go with forced_token_ids: nothing is chosen")
+    _check_ids("forced_token_ids", min(forced), max(forced), vocab_size)
 
 
 def _check_id_lists(sampling: SamplingParams, vocab_size: int) -> None:

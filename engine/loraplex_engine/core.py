@@ -106,7 +106,7 @@ class EngineCore:
         if generate.adapter_digest is not None:
             self._adapters.prefetch(generate.adapter_digest, generate.tenant_id)
         stop_ids = frozenset(generate.sampling.stop_token_ids)
-        if not generate.sampling.ignore_eos:
+        if not generate.sampling.ignore_eos and not generate.sampling.forced_token_ids:
             stop_ids |= self.limits.eos_token_ids
         group = make_choices(
             generate,

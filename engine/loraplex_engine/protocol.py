@@ -75,6 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
     n: int = 1  # choices, over one computed prompt
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
+    # The whole output, told beforehand: position i takes the i-th, whatever else is set, and `logprobs`
+    # say how likely the model finds it. Nothing but the last of them ends the request.
+    forced_token_ids: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------------------- gateway -> engine

@@ -86,6 +86,9 @@ class Request:
     was_admitted: bool = False  # ever
     num_cached_tokens: int = 0  # prompt tokens found when the first of the choices was admitted
 
+    # Its forced tokens are computed one at a time from here on: beside drafts, nothing finite came out.
+    is_draftless: bool = False
+
     # Under a grammar; both outlive preemption (`structured/rows.py`).
     compilation: Compilation | None = field(default=None, repr=False)
     matcher: Matcher | None = field(default=None, repr=False)  # made when it first samples

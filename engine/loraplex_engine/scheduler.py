@@ -45,6 +45,8 @@ PASSED_SHARE = 16  # one token in so many
 # What a step spends on looking waiting requests up, before others wait for the next one: in names of
 # blocks, each of which takes about 10 us to make. The prompt that goes beyond is still looked up whole.
 LOOKUP_WORK = 512
+# Forced tokens that a row computes in a step: others wait while the host looks at as many rows of logits.
+MOST_FORCED = 32
 _ADAPTER_REASONS = (
     BlockReason.ADAPTER_LOADING,
     BlockReason.ADAPTER_SLOT,
@@ -237,15 +239,20 @@ class Scheduler:
         The last of them was not computed, whatever stood in its place; what was computed behind it, the
         keys and values of drafts that were not accepted, is computed anew.
         """
-        assert self._drafter is not None
         assert 1 <= num_sampled <= num_drafts + 1
         request.num_computed_tokens = request.num_tokens + num_sampled - 1
+        if request.sampling.forced_token_ids:
+            return
+        assert self._drafter is not None
         self._drafter.note(request, num_drafts, num_sampled - 1)
 
     def drop_drafts(self, request: Request, num_drafts: int) -> None:
         """A running row with drafts got no number: its next step is to compute its last token alone."""
-        assert self._drafter is not None
         request.num_computed_tokens = request.num_tokens - 1
+        if request.sampling.forced_token_ids:
+            request.is_draftless = True
+            return
+        assert self._drafter is not None
         self._drafter.note_spoilt(request, num_drafts)
 
     def repeat(self, request: Request, num_drafts: int) -> None:
@@ -568,22 +575,44 @@ class Scheduler:
 
         Nobody is preempted or loses budget for a draft, and the watermark stays free.
         """
-        if self._drafter is None or batch.budget == 0:
-            return
-        entries, wants = [], []
+        forced, wants = [], []
         for index, request in enumerate(batch.requests):
             room = request.sampling.max_tokens - request.num_output_tokens - 1
             if room > 0 and batch.samples[index] and batch.num_scheduled[index] == 1:
-                entries.append(index)
-                wants.append(DraftWant(request, room))
-        if not wants:
+                want = (index, DraftWant(request, room))
+                (forced if request.sampling.forced_token_ids else wants).append(want)
+        if forced:
+            self._add_forced(batch, forced)
+        if self._drafter is None or batch.budget == 0 or not wants:
             return
         num_tokens = self.limits.max_num_batched_tokens - batch.budget
-        drafts = self._drafter.draft(wants, num_tokens, batch.budget)
-        for index, want, ids in zip(entries, wants, drafts, strict=True):
-            count = self._room_for_drafts(batch, want.request, len(ids))
-            if count:
-                batch.append_drafts(index, ids[:count])
+        drafts = self._drafter.draft([want for _, want in wants], num_tokens, batch.budget)
+        for (index, want), ids in zip(wants, drafts, strict=True):
+            self._append_drafts(batch, index, want.request, ids)
+
+    def _add_forced(self, batch: Batch, wants: list[tuple[int, DraftWant]]) -> None:
+        """Forced tokens are drafts that are always right.
+
+        A step samples no more positions for them than it has rows, which is what memory was measured for.
+        """
+        spare = min(batch.budget, self.limits.max_num_seqs - sum(batch.samples))
+        for index, want in wants:
+            request = want.request
+            if spare <= 0 or request.is_draftless:
+                continue
+            start = request.num_output_tokens
+            count = min(want.room, spare, MOST_FORCED)
+            ids = request.sampling.forced_token_ids[start : start + count]
+            spare -= self._append_drafts(batch, index, request, ids)
+
+    def _append_drafts(
+        self, batch: Batch, index: int, request: Request, ids: tuple[int, ...]
+    ) -> int:
+        """As many of the drafts as there are blocks for; how many."""
+        count = self._room_for_drafts(batch, request, len(ids))
+        if count:
+            batch.append_drafts(index, ids[:count])
+        return count
 
     def _room_for_drafts(self, batch: Batch, request: Request, count: int) -> int:
         """Grow a table for `count` drafts, or as far as free blocks go; how many it holds."""

@@ -53,6 +53,28 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         check(**fields)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"forced_token_ids": (1, 2, 3)}, "forced_token_ids has 3 ids: .* max_tokens, 4"),
+        ({"forced_token_ids": (1, 2, 3, 97)}, "forced_token_ids holds 97"),
+        ({"forced_token_ids": (1, 2, 3, -1)}, "forced_token_ids holds -1"),
+        ({"forced_token_ids": (1, 2, 3, 4), "n": 2}, "n is 2: with forced_token_ids"),
+        ({"forced_token_ids": (1, 2, 3, 4), "stop_token_ids": (1,)}, "stop_token_ids cannot go"),
+        (
+            {"forced_token_ids": (1, 2, 3, 4), "grammar": Grammar(kind="regex", value="a")},
+            "grammar cannot go",
+        ),
+    ],
+)
+def test_what_cannot_go_with_a_told_output_is_refused(
+    sampling: dict[str, Any], message: str
+) -> None:
+    check(sampling={"forced_token_ids": (1, 2, 3, EOS)})
+    with pytest.raises(InvalidRequestError, match=message):
+        check(sampling=sampling)
+
+
 def test_more_choices_than_the_queue_holds_are_refused_for_good() -> None:
     check(sampling={"n": 8}, max_waiting=8)
     with pytest.raises(InvalidRequestError, match=r"n is 9: .* at most 8 choices"):

@@ -2,7 +2,8 @@
 
 Each request runs alone without drafts, and in a crowd that is short of rows, blocks and budget with them:
 preempted, beside chunked prefills, on several adapters. An oracle that knows what plain decoding said
-proposes drafts and lies about one in five, so that blocks of drafts end in every way.
+proposes drafts and lies about one in five, so that blocks of drafts end in every way. Outputs that are told
+beforehand (`forced_token_ids`) go the same way.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from loraplex_engine.artifact import AdapterStore, ModelShape
 from loraplex_engine.core import EngineCore
 from loraplex_engine.protocol import Generate, Grammar, TokenLogprobs
+from loraplex_engine.runner import ModelRunner
 from loraplex_engine.speculative import Ask
 from loraplex_engine.step import UInt32Array
 from loraplex_engine.structured.meter import GrammarMeter
@@ -27,8 +30,8 @@ from loraplex_kernels.cpu.build import NativeBuildError
 from tests.support.adapter_files import ALL_LINEARS, make_adapter, native_cache_dir
 from tests.support.core_driver import run_to_end
 from tests.support.engine_fakes import collect_outcomes, make_request
-from tests.support.model_stand import ModelStand
-from tests.support.tiny_model import TinyShape, write_tiny_model
+from tests.support.model_stand import EOS, ModelStand
+from tests.support.tiny_model import TinyShape, load_oracle, write_tiny_model
 
 Output = tuple[list[int], list[TokenLogprobs], str | None]
 
@@ -362,3 +365,100 @@ def test_prompt_lookup_finds_what_a_tiny_model_repeats(stand: Stand) -> None:
         if settings["speculative"] == "ngram":
             assert 0 < stats.spec_accepted_tokens_total < stats.spec_draft_tokens_total
             assert stats.steps_total < sum(len(tokens) for tokens, _, _ in alone.values())
+
+
+def forced(request: Generate, output: Output, **sampling: Any) -> Generate:
+    """Asks how likely that output is."""
+    ids = tuple(output[0])
+    settings = {"stop_token_ids": (), "min_tokens": 0, "forced_token_ids": ids, **sampling}
+    return sampled(request, max_tokens=len(ids), **settings)
+
+
+def test_what_was_said_is_as_likely_told_beforehand_as_when_it_was_sampled(stand: Stand) -> None:
+    requests = draw_requests(stand)
+    alone = plain_outputs(stand, requests)
+    told = [
+        msgspec.structs.replace(forced(r, alone[r.request_id]), request_id=f"told-{r.request_id}")
+        for r in requests
+    ]
+    core = stand.core(
+        block_size=8,
+        num_blocks=26,
+        max_num_seqs=5,
+        max_num_batched_tokens=26,
+        long_prefill_token_threshold=7,
+        kv_watermark=0.0,
+    )
+
+    crowd = run(core, [request for pair in zip(told, requests, strict=True) for request in pair])
+
+    assert core.stats().num_preemptions_total > 0
+    assert {r: crowd[r] for r in alone} == alone
+    for request in requests:
+        tokens, logprobs, _ = alone[request.request_id]
+        assert crowd[f"told-{request.request_id}"] == (tokens, logprobs, "length")
+
+
+@on_two_stands
+def test_told_tokens_take_few_steps_whether_drafting_is_on_or_not(stand: Stand) -> None:
+    prompt, ids = [5, 6, 7], tuple(index % VOCAB for index in range(100))
+    request = sampled(
+        make_request("told", prompt), forced_token_ids=ids, max_tokens=100, logprobs=0
+    )
+    outputs = []
+    for speculative in ("off", "ngram"):
+        core = stand.core(speculative=speculative, num_blocks=64, max_num_seqs=40)
+        outputs.append(run(core, [request]))
+        assert core.stats().steps_total == 4  # the prompt and one, then 33 at a time
+        assert (
+            core.stats().spec_draft_tokens_total == 0
+        )  # no guesses, so none of the guesses' counts
+    assert outputs[0] == outputs[1]
+    assert outputs[0]["told"][0] == list(ids)
+
+
+@pytest.mark.parametrize("stand", [STANDS[0], STANDS[3]], ids="-".join, indirect=True)
+def test_likelihoods_of_told_tokens_are_those_of_transformers(stand: Stand, folder: Path) -> None:
+    draw = random.Random(12)
+    prompt = [draw.randrange(3, VOCAB) for _ in range(20)]
+    ids = [draw.randrange(VOCAB) for _ in range(40)]
+    ids[7] = EOS  # which ends nothing here
+    request = sampled(
+        make_request("told", prompt, ignore_eos=False),
+        forced_token_ids=tuple(ids),
+        max_tokens=len(ids),
+        logprobs=0,
+    )
+    core = stand.core(num_blocks=64)
+
+    tokens, logprobs, finish_reason = run(core, [request])["told"]
+
+    assert (tokens, finish_reason) == (ids, "length")
+    oracle = load_oracle(folder / "model", torch.float32)
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *ids[:-1]]])).logits[0, len(prompt) - 1 :]
+    expected = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+    ours = torch.tensor([entry.logprob for entry in logprobs], dtype=torch.float32)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert float(expected.std()) > 0.1  # they differ, and so would mistaken positions
+
+
+@on_two_stands
+def test_told_tokens_that_are_not_numbers_end_the_request_at_the_first(stand: Stand) -> None:
+    def poison(runner: ModelRunner) -> None:
+        with torch.inference_mode():
+            runner.model._embedding_VH[9] = float("nan")
+
+    core = stand.core(num_blocks=64, max_num_seqs=40, prepare=poison)
+    ids = (3, 4, 5, 9, 6, 7)
+    request = sampled(
+        make_request("told", [5, 6, 7]), forced_token_ids=ids, max_tokens=6, logprobs=0
+    )
+
+    core.add(request)
+    [outcome] = collect_outcomes(run_to_end(core, max_steps=20)).values()
+
+    assert outcome.terminal is not None
+    assert outcome.terminal.error_code == "non_finite_logits"
+    assert outcome.token_ids == list(ids[: len(outcome.token_ids)])
+    assert len(outcome.token_ids) <= 4

@@ -39,7 +39,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def is_plain(params: SamplingParams, rules: RowRules) -> bool:
     """Whether a request, while it has no mask, asks for its token alone, from logits that nothing edits."""
-    return rules.is_neutral and params.logprobs is None
+    return rules.is_neutral and params.logprobs is None and not params.forced_token_ids
 
 
 class SampleBatch(Sequence[SampleRow]):

@@ -103,6 +103,11 @@ def _sample_asking(
     reported: list[tuple[int, int]] = []  # with log-probabilities: row, how many
     for index in asking.tolist():
         row = batch[index]
+        if row.params.forced_token_ids:
+            sampled.token_ids_R[index] = row.params.forced_token_ids[row.position]
+            if row.params.logprobs is not None:
+                reported.append((index, row.params.logprobs))
+            continue
         scores_V, best = logits_RV[index], int(best_R[index])
         rules = RowRules.of(row.params) if row.rules is None else row.rules
         if not rules.is_neutral or row.mask is not None:
