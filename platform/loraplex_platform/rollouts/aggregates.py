@@ -4,8 +4,8 @@ Requests of one subject are alike (sticky assignment keeps them in one arm), so 
 subjects' own sums look like: from that, `evidence.py` takes how many independent requests they are worth. In SQL,
 for a value x of each request and the subject's key that `assignment.py` makes:
 
-    select count(*), sum(n), sum(s), sum(q), sum(n * n), sum(n * s), sum(s * s) from (
-        select count(*)::numeric n, sum(x) s, sum(x * x) q from requests where … group by subject_key) t
+    select count(*), sum(n)::bigint, sum(s), sum(q), sum(n * n)::bigint, sum(n * s), sum(s * s) from (
+        select count(*) n, sum(x) s, sum(x * x) q from requests where … group by subject_key) t
 
 A value that may be wild (a log-probability of -inf) is clipped there to a stated range.
 """
@@ -116,7 +116,7 @@ class SubjectSums:
 class Histogram:
     """Counts of positive values in buckets that grow by 2^(1/16), the same for every arm and rollout.
 
-    Bucket k holds [2^(k/16), 2^((k+1)/16)). In SQL: `floor(16 * ln(greatest(x, 2.0^-10)) / ln(2))::int`, grouped.
+    Bucket k holds [2^(k/16), 2^((k+1)/16)). In SQL: `floor(16 * ln(greatest(x, 0.0009765625)) / ln(2))::int`, grouped.
     Positions are in buckets, so a ratio of values is a difference of positions; within a bucket values are taken
     to lie evenly.
 

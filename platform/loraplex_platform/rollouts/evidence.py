@@ -36,6 +36,7 @@ MIN_EQUAL_SUBJECTS: Final = 30.0  # fewer, in both arms together, do not tell th
 MIN_EVENTS: Final = 10.0  # as do fewer errors, or fewer requests without one
 SHARPEST_AT: Final = 20.0  # harmonic effective requests
 _BISECTIONS: Final = 60
+_FIT_BISECTIONS: Final = 40  # a share to 1e-12; near its top a likelihood is flat
 _QUANTILE_STEPS: Final = 32
 _TINY: Final = 1e-300
 
@@ -87,9 +88,11 @@ def _log_normal_cdf(x: float) -> float:
     return -x * x / 2 - math.log(-x * math.sqrt(2 * math.pi))
 
 
-def _bisected(is_left: Callable[[float], bool], low: float, high: float) -> float:
+def _bisected(
+    is_left: Callable[[float], bool], low: float, high: float, steps: int = _BISECTIONS
+) -> float:
     """Where `is_left` turns from true to false."""
-    for _ in range(_BISECTIONS):
+    for _ in range(steps):
         middle = (low + high) / 2
         if is_left(middle):
             low = middle
@@ -189,7 +192,7 @@ def share_difference_root(
         slope -= (canary_num - canary_hits) / max(1 - share - d, _TINY)
         return slope > 0
 
-    fitted = _bisected(is_left, max(0.0, -d), min(1.0, 1 - d))
+    fitted = _bisected(is_left, max(0.0, -d), min(1.0, 1 - d), _FIT_BISECTIONS)
     deviance = stable_num * divergence(stable_share, fitted)
     deviance += canary_num * divergence(canary_share, fitted + d)
     return math.copysign(math.sqrt(2 * deviance), canary_share - stable_share - d)
