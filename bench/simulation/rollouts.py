@@ -63,13 +63,18 @@ class Truth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who sends requests, and what each arm does with them."""
+    """Who sends requests, and what each arm does with them.
+
+    Attributes:
+        outage: the part of all requests, in the middle of them, that fail in either arm.
+    """
 
     stable: Truth = field(default_factory=Truth)
     canary: Truth = field(default_factory=Truth)
     num_requests: int = 5_000
     num_subjects: int = 1_000
     weight_bp: int = 2_000
+    outage: float = 0.0
 
 
 def margins(scale: float = 1.0) -> tuple[Gate, ...]:
@@ -179,10 +184,11 @@ def draw(world: World, seed: int) -> Requests:
     prompts = of_subject(0.3)
     tail = np.where(rng.random(count) < 0.03, 1 + rng.pareto(1.8, count), 1.0)
     is_length = happens("length", 0.05)
+    is_outage = np.abs(np.arange(count) / count - 0.5) < world.outage / 2
     return Requests(
         subjects=subjects,
         is_canary=is_canary,
-        is_error=happens("errors", 0.02),
+        is_error=happens("errors", 0.02) | is_outage,
         is_abort=happens("aborts", 0.03),
         ttft_ms=of_arm("ttft_ms") * np.exp(prompts + rng.normal(0.0, 0.6, count)) * tail,
         itl_ms=of_arm("itl_ms") * np.exp(of_subject(0.1) + rng.normal(0.0, 0.25, count)),
