@@ -299,7 +299,7 @@ class MeanGate:
             sign = {"lower": "-", "higher": "+", "either": "+-"}[self.worse]
             tolerated = f"{sign}{self.margin:.3g}{unit}"
         return (
-            f"canary {self.name} {_range(shown)}{unit} against {against:.3g}{unit}, tolerated"
+            f"canary {self.name} {_range(shown)}{unit} against {_number(against)}{unit}, tolerated"
             f" {tolerated}"
         )
 
@@ -370,7 +370,7 @@ class QuantileGate:
         shown = Estimate(*(value_at(x) for x in (canary.value, canary.low, canary.high)))
         return (
             f"canary {self.name} p{100 * self.quantile:g} {_range(shown)} {self.unit} against"
-            f" {value_at(stable.value):.3g} {self.unit}, tolerated x{self.max_ratio:.3g}"
+            f" {_number(value_at(stable.value))} {self.unit}, tolerated x{self.max_ratio:.3g}"
         )
 
     def _arm(self, arm: Latencies, worth: float) -> Arm:
@@ -455,8 +455,13 @@ def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
 
 
+def _number(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _range(found: Estimate) -> str:
-    return f"{found.value:.3g} ({found.low:.3g} to {found.high:.3g})"
+    return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
 
 
 def _percent(found: Estimate) -> str:

@@ -48,11 +48,12 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """For and against, at one look: natural logarithms, of the side that is worst for the canary.
+    """For and against, at one look: natural logarithms.
 
     Attributes:
-        log_e_fail: "the canary is worse than tolerated"; it fails at -ln of the side's alpha.
-        log_e_pass: "it is not", of the side that has least of it; it passes at -ln of beta.
+        worst: the side that decided a fail, else the one that is farthest from a pass; None without requests.
+        log_e_fail: "the canary is worse than tolerated"; it fails at -ln of the side's alpha. Of the side that has most of it.
+        log_e_pass: "it is not", of the side that has least of it; all pass at -ln of beta.
     """
 
     verdict: Verdict
@@ -193,28 +194,20 @@ class GatePlan:
         """The verdict alone: a hundredth of the work of `ask`, which takes its own from here."""
         if not comparison.sides:
             return Evidence(verdict="inconclusive", worst=None)
-        z = [side.root(side.tolerated) for side in comparison.sides]
-        fails = [
-            log_e_value(root, side.information)
-            for root, side in zip(z, comparison.sides, strict=True)
-        ]
-        log_e_fail = max(fails)
-        log_e_pass = min(
-            log_e_value(-root, side.information)
-            for root, side in zip(z, comparison.sides, strict=True)
-        )
+        fails, passes = [], []
+        for side in comparison.sides:
+            z = side.root(side.tolerated)
+            fails.append(log_e_value(z, side.information))
+            passes.append(log_e_value(-z, side.information))
         verdict: Verdict = "inconclusive"
+        worst = comparison.sides[passes.index(min(passes))]
         if min(comparison.num_stable, comparison.num_canary) >= gate.min_requests:
-            if log_e_fail >= -math.log(self.gate_alpha / len(comparison.sides)):
+            if max(fails) >= -math.log(self.gate_alpha / len(comparison.sides)):
                 verdict = "fail"
-            elif log_e_pass >= -math.log(self.beta):
+                worst = comparison.sides[fails.index(max(fails))]
+            elif min(passes) >= -math.log(self.beta):
                 verdict = "pass"
-        return Evidence(
-            verdict=verdict,
-            worst=comparison.sides[max(range(len(z)), key=z.__getitem__)],
-            log_e_fail=log_e_fail,
-            log_e_pass=log_e_pass,
-        )
+        return Evidence(verdict=verdict, worst=worst, log_e_fail=max(fails), log_e_pass=min(passes))
 
 
 def overall(verdicts: set[Verdict]) -> Verdict:
