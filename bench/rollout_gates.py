@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from loraplex_platform.rollouts.statistics import GatePlan
+from loraplex_platform.rollouts.verdicts import GatePlan
 
 from bench.simulation.rollouts import (
     FAULTS,

@@ -31,7 +31,7 @@ from loraplex_platform.rollouts.gate_kinds import (
     QuantileGate,
     ShareGate,
 )
-from loraplex_platform.rollouts.statistics import GatePlan, Observed, compare, overall
+from loraplex_platform.rollouts.verdicts import GatePlan, Observed, compare, overall
 
 REASONS: Final = ("stop", "length", "tool_calls")
 MIN_LOG_PROBABILITY: Final = -20.0

@@ -11,7 +11,7 @@ Arbour, Sinha, Kennedy & Ramdas 2024, "Time-uniform central limit theory and asy
 likelihood ratio, mixed over a half-normal prior of the drift (Robbins 1970; Johari et al. 2017; Howard, Ramdas,
 McAuliffe & Sekhon 2021, sec. 3), is a non-negative supermartingale while the true difference is at most d. By Ville's
 inequality it ever reaches 1/alpha with a probability of at most alpha. The prior fixes only when it is sharpest.
-This holds asymptotically: a normal limit stands behind it, hence the least numbers of requests in `statistics.py`.
+This holds asymptotically: a normal limit stands behind it, hence the least numbers of requests in `verdicts.py`.
 
 **Subjects.** Requests of one subject are correlated. An arm of n requests counts as n / D, with Kish's design effect
 D = 1 + (sum n_c^2 / n - 1) icc, which makes the variance the cluster-robust one (`effective_requests`). Over time

@@ -1,7 +1,7 @@
 """The kinds of gates: what each compares, of which sums, against which tolerated difference, and in which words.
 
 A gate makes one or more sides of two arms: directions in which the canary may be worse, each a root z(d) of "worse
-by more than d" and the d that is tolerated. `statistics.py` decides on them.
+by more than d" and the d that is tolerated. `verdicts.py` decides on them.
 """
 
 from __future__ import annotations

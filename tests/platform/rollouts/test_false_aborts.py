@@ -11,7 +11,7 @@ import io
 import json
 
 import pytest
-from loraplex_platform.rollouts.statistics import GatePlan
+from loraplex_platform.rollouts.verdicts import GatePlan
 
 from bench import rollout_gates
 from bench.simulation.rollouts import (

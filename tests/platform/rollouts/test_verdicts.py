@@ -19,7 +19,7 @@ from loraplex_platform.rollouts.gate_kinds import (
     QuantileGate,
     ShareGate,
 )
-from loraplex_platform.rollouts.statistics import (
+from loraplex_platform.rollouts.verdicts import (
     GatePlan,
     GateResult,
     Observed,
