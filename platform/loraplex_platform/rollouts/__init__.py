@@ -1,0 +1,1 @@
+"""Rollouts: who meets the new revision, and when the numbers say that it is worse."""
