@@ -12,7 +12,11 @@ adapter is trusted: no path, name or code in it is ever opened, imported or foll
 from __future__ import annotations
 
 from loraplex_engine.artifact.config import AdapterConfig, parse_adapter_config
-from loraplex_engine.artifact.errors import AdapterNotStoredError, ArtifactError
+from loraplex_engine.artifact.errors import (
+    AdapterNotStoredError,
+    ArtifactError,
+    StoreUnavailableError,
+)
 from loraplex_engine.artifact.limits import AdapterLimits
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
@@ -29,7 +33,7 @@ from loraplex_engine.artifact.reader import (
     read_adapter,
 )
 from loraplex_engine.artifact.shape import Fit, ModelShape, check_fits
-from loraplex_engine.artifact.store import AdapterStore
+from loraplex_engine.artifact.store import AdapterStore, open_remote, telling_unavailable
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
 
 __all__ = [
@@ -50,10 +54,13 @@ __all__ = [
     "ModelShape",
     "ModuleName",
     "Norms",
+    "StoreUnavailableError",
     "TensorView",
     "check_file_name",
     "check_fits",
+    "open_remote",
     "parse_adapter_config",
     "read_adapter",
     "read_tensors",
+    "telling_unavailable",
 ]
