@@ -39,10 +39,13 @@ from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
+from loraplex_platform.registry import upload_routes as uploads
+from loraplex_platform.registry import upload_sessions
 from loraplex_platform.registry.base_model import BaseModelError
 from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
+from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
 from loraplex_platform.retention.routes import router as retention_router
 from loraplex_platform.settings import ControlSettings
@@ -58,7 +61,9 @@ from loraplex_platform.webhooks.signing import Vault
 
 log = structlog.get_logger(__name__)
 
-_UPLOAD_PATH = re.compile(r"/admin/v1/tenants/[^/]+/adapters/?")
+_UPLOAD_PATH = re.compile(
+    r"/admin/v1/tenants/[^/]+/(?:adapters/?|adapter-uploads/[^/]+/files/[^/]+)"
+)
 
 _DESCRIPTION = (
     "Administer tenants, API keys, adapters and deployments; read usage, money, load and the "
@@ -117,6 +122,8 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         registry.base_models_router,
         registry.adapters_router,
         registry.uploads_router,
+        uploads.router,
+        uploads.bytes_router,
         registry.deployments_router,
         quotas.router,
         quotas.scheduling_router,
@@ -176,9 +183,15 @@ async def _open(
         AdapterStore(settings.store_url),
         Prober(sessions, fleet, tokenizer, owner=client_id),
     )
-    await stack.enter_async_context(housekeeping.running(sessions, intake.sweep))
+    root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
+    folders = UploadFolders(root)
+
+    async def sweep() -> None:
+        await intake.sweep()
+        await upload_sessions.sweep(sessions, folders)
+
+    await stack.enter_async_context(housekeeping.running(sessions, sweep))
     try:
-        root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
         quarantine = stack.enter_context(quarantines.Quarantine.opened(root))
     except OSError as error:
         raise ValueError(
@@ -196,6 +209,7 @@ async def _open(
         fleet=fleet,
         intake=intake,
         quarantine=quarantine,
+        uploads=folders,
         playground=playground,
         passwords=passwords,
         metrics=metrics,

@@ -15,6 +15,7 @@ from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import OidcProvider
 from loraplex_platform.users.passwords import Passwords
@@ -32,6 +33,7 @@ class ControlContext:
     fleet: EngineFleet
     intake: AdapterIntake
     quarantine: Quarantine
+    uploads: UploadFolders
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics
