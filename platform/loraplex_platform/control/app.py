@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
@@ -37,13 +37,20 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.quotas import routes as quotas
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry import import_routes as imports
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
 from loraplex_platform.registry import upload_routes as uploads
 from loraplex_platform.registry import upload_sessions
 from loraplex_platform.registry.base_model import BaseModelError
+from loraplex_platform.registry.imports import ImportRunner, ImportTimes
 from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.sources.base import Source
+from loraplex_platform.registry.sources.bucket import BucketSource
+from loraplex_platform.registry.sources.hub import HubSource
+from loraplex_platform.registry.sources.local import FolderSource
+from loraplex_platform.registry.sources.rules import ImportRules, parse_hub
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
@@ -124,6 +131,8 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         registry.uploads_router,
         uploads.router,
         uploads.bytes_router,
+        imports.router,
+        imports.jobs_router,
         registry.deployments_router,
         quotas.router,
         quotas.scheduling_router,
@@ -185,18 +194,32 @@ async def _open(
     )
     root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
     folders = UploadFolders(root)
-
-    async def sweep() -> None:
-        await intake.sweep()
-        await upload_sessions.sweep(sessions, folders)
-
-    await stack.enter_async_context(housekeeping.running(sessions, sweep))
     try:
         quarantine = stack.enter_context(quarantines.Quarantine.opened(root))
     except OSError as error:
         raise ValueError(
             f"LORAPLEX_QUARANTINE_DIR: uploads cannot be kept there meanwhile ({error})"
         ) from error
+    rules = ImportRules.parse(
+        settings.import_sources, has_hub_token=settings.import_hub_token is not None
+    )
+    runner = ImportRunner(
+        sessions,
+        intake,
+        quarantine,
+        rules,
+        _source_opener(settings),
+        max_model_bytes=settings.max_adapter_bytes,
+        times=ImportTimes(transfer_s=settings.import_timeout_s),
+    )
+    await stack.enter_async_context(runner.running())
+
+    async def sweep() -> None:
+        await intake.sweep()
+        await upload_sessions.sweep(sessions, folders)
+        await runner.sweep()
+
+    await stack.enter_async_context(housekeeping.running(sessions, sweep))
     redis = None
     if redis_url is not None:
         redis = DeadlineRedis(redis_url, RedisMetrics(metrics.registry))
@@ -210,6 +233,8 @@ async def _open(
         intake=intake,
         quarantine=quarantine,
         uploads=folders,
+        import_rules=rules,
+        imports=runner,
         playground=playground,
         passwords=passwords,
         metrics=metrics,
@@ -220,6 +245,29 @@ async def _open(
         webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
         webhook_rules=OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks))),
     )
+
+
+def _source_opener(settings: ControlSettings) -> Callable[[str, str], Source]:
+    """What reads a source of each kind.
+
+    Raises:
+        ValueError: the hub's address is not safe to speak to.
+    """
+    hub_url = settings.import_hub_url
+    if not is_secure(hub_url):
+        raise ValueError("LORAPLEX_IMPORT_HUB_URL: it must be an https URL.")
+    token = settings.import_hub_token
+    hosts = [host.strip() for host in settings.import_hub_hosts.split(",") if host.strip()]
+
+    def open_source(source: str, root: str) -> Source:
+        if source.startswith("file:"):
+            return FolderSource(source, root)
+        if source.startswith("hf:"):
+            secret = None if token is None else token.get_secret_value()
+            return HubSource(parse_hub(source), hub_url=hub_url, hosts=hosts, token=secret)
+        return BucketSource(source)
+
+    return open_source
 
 
 def _oidc(settings: ControlSettings, client: httpx.AsyncClient) -> OidcProvider | None:

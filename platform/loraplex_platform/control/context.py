@@ -13,8 +13,10 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.registry.imports import ImportRunner
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.sources.rules import ImportRules
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import OidcProvider
@@ -34,6 +36,8 @@ class ControlContext:
     intake: AdapterIntake
     quarantine: Quarantine
     uploads: UploadFolders
+    import_rules: ImportRules
+    imports: ImportRunner
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics

@@ -67,6 +67,9 @@ class ReportResource(Schema):
     parameters: int
     norms: NormsResource
     probe: ProbeResource | None = Field(description="null: it was uploaded without.")
+    source: str | None = Field(
+        default=None, description="Where it was imported from, pinned; null: it was uploaded."
+    )
 
 
 class VersionResource(Resource):

@@ -252,6 +252,7 @@ def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any] | None) -> d
         "parameters": verdict.parameters,
         "norms": {"max": verdict.max_norm},
         "probe": probe,
+        "source": upload.source,
     }
 
 

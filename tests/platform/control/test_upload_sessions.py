@@ -30,8 +30,8 @@ def path_of(tenant_id: str) -> str:
     return f"/admin/v1/tenants/{tenant_id}/adapter-uploads"
 
 
-def body_for(files: AdapterFiles, name: str = "capitals", **changes: Any) -> dict[str, Any]:
-    parts = {CONFIG: files.config, TENSORS: files.model}
+def body_for(sent: AdapterFiles, name: str = "capitals", **changes: Any) -> dict[str, Any]:
+    parts = {CONFIG: sent.config, TENSORS: sent.model}
     return {
         "name": name,
         "files": [
@@ -165,9 +165,7 @@ async def test_what_is_missing_or_changed_makes_no_version(stand: Stand) -> None
     assert (await send(stand, upload, TENSORS, 0, files.model[:-1])).status_code == 204
     error_of(await stand.admin.post(f"{upload}/complete"), 409, "upload_incomplete")
     changed = bytes([files.model[-1] ^ 1])
-    assert (
-        await send(stand, upload, TENSORS, len(files.model) - 1, changed)
-    ).status_code == 204
+    assert (await send(stand, upload, TENSORS, len(files.model) - 1, changed)).status_code == 204
 
     refused = await stand.admin.post(f"{upload}/complete")
 
@@ -191,9 +189,11 @@ async def test_without_an_engine_it_waits_and_is_completed_later(stand: Stand) -
     assert away.status_code == 503, away.text
     assert (await stand.admin.get(upload)).json()["state"] == "open"
     stand.engine.is_ready = True
+    made = away
     async with asyncio.timeout(20):
-        while (made := await stand.admin.post(f"{upload}/complete")).status_code == 503:
+        while made.status_code == 503:
             await asyncio.sleep(0.1)
+            made = await stand.admin.post(f"{upload}/complete")
     assert made.status_code == 201, made.text
 
 
