@@ -34,6 +34,8 @@ _PREFIX: Final = "/tenants/{tenant_id}/adapter-uploads"
 router = admin_router(_PREFIX, "Adapters")
 bytes_router = admin_router(_PREFIX, "Adapters", route_class=StreamedRoute)
 
+# How long a request may send nothing.
+BODY_IDLE_S: Final = 20.0
 _CONTENT_TYPE: Final = "application/offset+octet-stream"
 _OFFSET_HEADERS: Final = {
     "Upload-Offset": {"schema": {"type": "integer"}, "description": "Bytes that are here."},
@@ -258,12 +260,21 @@ def _wanted_offset(request: Request) -> int:
 
 
 async def _body_of(request: Request) -> AsyncIterator[bytes]:
+    chunks = aiter(request.stream())
     try:
-        async for chunk in request.stream():
+        while True:
+            # A connection that died without a word would hold the upload's lock for hours.
+            async with asyncio.timeout(BODY_IDLE_S):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
             yield chunk
-    except ClientDisconnect:
-        # Nobody hears it; what came is kept.
-        raise InvalidRequestError("The request was cut; ask for the offset and go on.") from None
+    except (ClientDisconnect, TimeoutError):
+        # What came is kept; whoever was cut does not hear it.
+        raise InvalidRequestError(
+            "The request was cut, or sent nothing for too long; ask for the offset and go on.",
+            code="upload_cut",
+        ) from None
 
 
 def _offset(folders: UploadFolders, upload: AdapterUpload, file_name: str) -> int:

@@ -16,7 +16,7 @@ from uuid import UUID
 import httpx
 import pytest
 from loraplex_platform.ids import parse_id
-from loraplex_platform.registry import upload_files, upload_sessions
+from loraplex_platform.registry import upload_files, upload_routes, upload_sessions
 from loraplex_platform.registry.upload_files import UploadFolders
 from sqlalchemy import text
 
@@ -127,6 +127,24 @@ async def test_what_came_of_a_request_that_was_cut_is_kept(stand: Stand) -> None
     assert (await send(stand, upload, TENSORS, 3001, files.model[3001:])).status_code == 204
     assert (await send(stand, upload, CONFIG, 0, files.config)).status_code == 204
     assert (await stand.admin.post(f"{upload}/complete")).status_code == 201
+
+
+async def test_a_connection_that_died_without_a_word_frees_the_upload(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_routes, "BODY_IDLE_S", 0.1)
+    tenant_id = (await stand.tenant("acme"))["id"]
+    files = adapter()
+    upload = await begin(stand, tenant_id, files)
+
+    async def silent() -> AsyncIterator[bytes]:
+        yield files.model[:100]
+        await asyncio.Event().wait()
+
+    error_of(await send(stand, upload, TENSORS, 0, silent()), 400, "upload_cut")
+
+    assert await offset_of(stand, upload, TENSORS) == 100
+    assert (await send(stand, upload, TENSORS, 100, files.model[100:])).status_code == 204
 
 
 async def test_one_request_at_a_time_works_on_an_upload(stand: Stand) -> None:
