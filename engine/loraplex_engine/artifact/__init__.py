@@ -18,6 +18,12 @@ from loraplex_engine.artifact.errors import (
     StoreUnavailableError,
 )
 from loraplex_engine.artifact.limits import AdapterLimits
+from loraplex_engine.artifact.memory import (
+    AdapterMemory,
+    ModuleMemory,
+    base_parameters,
+    estimate_memory,
+)
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
     CONFIG_FILE,
@@ -45,6 +51,7 @@ __all__ = [
     "AdapterArtifact",
     "AdapterConfig",
     "AdapterLimits",
+    "AdapterMemory",
     "AdapterNotStoredError",
     "AdapterStore",
     "ArtifactError",
@@ -52,12 +59,15 @@ __all__ = [
     "Fit",
     "LoraPair",
     "ModelShape",
+    "ModuleMemory",
     "ModuleName",
     "Norms",
     "StoreUnavailableError",
     "TensorView",
+    "base_parameters",
     "check_file_name",
     "check_fits",
+    "estimate_memory",
     "open_remote",
     "parse_adapter_config",
     "read_adapter",

@@ -51,6 +51,8 @@ _REMOTES: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
         {
             # A listing that is remembered would hide what another process has put.
             "use_listings_cache": False,
+            # Nor is a client shared with whoever opened one under other credentials.
+            "skip_instance_cache": True,
             # What is away is told within seconds: botocore alone would wait for minutes.
             "config_kwargs": {
                 "connect_timeout": 5,
@@ -59,7 +61,7 @@ _REMOTES: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
             },
         },
     ),
-    "gs": ("gcsfs", "gcs", {"use_listings_cache": False}),
+    "gs": ("gcsfs", "gcs", {"use_listings_cache": False, "skip_instance_cache": True}),
     "memory": ("fsspec", None, {}),
 }
 
@@ -200,7 +202,8 @@ class AdapterStore:
         if self.has(digest):
             # Young from here on: a deletion that has not begun does not begin any more.
             self._remote.put_file(str(folder / CONFIG_FILE), f"{target}/{CONFIG_FILE}")
-        self._remote.makedirs(target, exist_ok=True)
+        if self._is_in_memory:  # a bucket has no folders, and asking for one may make the bucket
+            self._remote.makedirs(target, exist_ok=True)
         for name in (TENSORS_FILE, CONFIG_FILE):
             self._remote.put_file(str(folder / name), f"{target}/{name}")
         return all(self._remote.exists(f"{target}/{name}") for name in ADAPTER_FILES)

@@ -44,6 +44,8 @@ class Verdict:
     matched_modules: int
     total_modules: int
     checks: list[dict[str, Any]]
+    memory: dict[str, Any]  # as `artifact.AdapterMemory`
+    base_parameters: int
 
 
 class Validator:
