@@ -20,9 +20,10 @@ from loraplex_engine.artifact.errors import (
 from loraplex_engine.artifact.limits import AdapterLimits
 from loraplex_engine.artifact.memory import (
     AdapterMemory,
+    AdapterOverhead,
     ModuleMemory,
-    base_parameters,
     estimate_memory,
+    estimate_overhead,
 )
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
@@ -53,6 +54,7 @@ __all__ = [
     "AdapterLimits",
     "AdapterMemory",
     "AdapterNotStoredError",
+    "AdapterOverhead",
     "AdapterStore",
     "ArtifactError",
     "Check",
@@ -64,10 +66,10 @@ __all__ = [
     "Norms",
     "StoreUnavailableError",
     "TensorView",
-    "base_parameters",
     "check_file_name",
     "check_fits",
     "estimate_memory",
+    "estimate_overhead",
     "open_remote",
     "parse_adapter_config",
     "read_adapter",

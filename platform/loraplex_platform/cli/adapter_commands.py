@@ -393,6 +393,27 @@ def _find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]
     raise CommandError(f"there is no version {wanted}: see `loraplex adapters list`")
 
 
+def _cost_lines(report: dict[str, Any]) -> list[str]:
+    """Memory and time that it will cost, as estimated."""
+    memory, overhead = report.get("memory"), report.get("overhead")
+    lines = []
+    if memory is not None:
+        least, most = (size / 1e6 for size in memory["cpu_bytes"]["bfloat16"])
+        host, slot = (memory[f"gpu_{part}_bytes"]["bfloat16"] / 1e6 for part in ("host", "slot"))
+        ranks = sorted({module["rank"] for module in memory["modules"]})
+        shown = "/".join(map(str, ranks))
+        lines.append(
+            f"memory (bfloat16, estimated; rank {shown}): {least:.1f} to {most:.1f} MB on a CPU; with a GPU "
+            f"{host:.1f} MB of the host's, in slots of {slot:.1f} MB"
+        )
+    if overhead is not None:
+        lines.append(
+            f"overhead (estimated): {overhead['low_percent']:.1f} to {overhead['high_percent']:.1f}% of a decoding "
+            "step of one row, once for all rows that use it"
+        )
+    return lines
+
+
 def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401 - rich is imported late
     from rich.markup import escape
     from rich.table import Table
@@ -406,6 +427,10 @@ def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401
     for check in report.get("checks", []):
         mark = "[green]✓[/green]" if check["ok"] else "[red]✗[/red]"
         console.print(f"  {mark} {escape(check['name'])}  {escape(str(check.get('detail') or ''))}")
+    for line in _cost_lines(report):
+        console.print(f"  {line}")
+    if report.get("source"):
+        console.print(f"  imported from {escape(report['source'])}")
     probe = report.get("probe")
     if probe is None:
         console.print("  It was not asked anything.")

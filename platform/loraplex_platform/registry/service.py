@@ -253,6 +253,8 @@ def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any] | None) -> d
         "norms": {"max": verdict.max_norm},
         "probe": probe,
         "source": upload.source,
+        "memory": verdict.memory,
+        "overhead": verdict.overhead,
     }
 
 

@@ -20,9 +20,9 @@ from loraplex_engine.artifact import (
     AdapterLimits,
     ArtifactError,
     ModelShape,
-    base_parameters,
     check_fits,
     estimate_memory,
+    estimate_overhead,
     read_adapter,
 )
 
@@ -77,7 +77,7 @@ def check(folder: Path, base_config: Path, limits: AdapterLimits) -> dict[str, A
         "total_modules": fit.total_modules,
         "checks": checks,
         "memory": msgspec.to_builtins(estimate_memory(artifact, shape, max_rank=limits.max_rank)),
-        "base_parameters": base_parameters(shape),
+        "overhead": msgspec.to_builtins(estimate_overhead(artifact, shape)),
     }
 
 

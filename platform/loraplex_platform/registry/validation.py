@@ -45,7 +45,7 @@ class Verdict:
     total_modules: int
     checks: list[dict[str, Any]]
     memory: dict[str, Any]  # as `artifact.AdapterMemory`
-    base_parameters: int
+    overhead: dict[str, Any]  # as `artifact.AdapterOverhead`
 
 
 class Validator:
