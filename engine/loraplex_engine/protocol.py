@@ -93,6 +93,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     adapter_digest: str | None = None  # "sha256:<64 hex>"; None: the base model
     priority: int = 0  # larger is more urgent
     weight: float = 1.0  # MIN_WEIGHT to MAX_WEIGHT
+    # The tenant's share of the KV cache beside those of others, in the same range; None: its weight.
+    memory_weight: float | None = None
+    max_adapters: int | None = None  # that the tenant may have in step slots at a time; None: any number
     deadline_unix_s: float | None = None  # still waiting then: dropped with `deadline_exceeded`
 
 
@@ -135,11 +138,15 @@ class UnpinAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unpin_adapter
 
 
 class UsageQuery(msgspec.Struct, frozen=True, kw_only=True, tag="usage_query"):
-    """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`."""
+    """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`.
+
+    `gateway_id`: whose request it is; whether that gateway is still here is answered too.
+    """
 
     query_id: int
     request_id: str
     attempt: int
+    gateway_id: str | None = None
 
 
 class JournalQuery(msgspec.Struct, frozen=True, kw_only=True, tag="journal_query"):
@@ -286,11 +293,15 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, frozen=True, kw_only=True, tag="usage_reply"):
-    """`running`: still in this engine; `finished`: `entry` is set; `unknown`: never seen or lost."""
+    """`running`: still in this engine; `finished`: `entry` is set; `unknown`: never seen or lost.
+
+    `is_gateway_connected`: the gateway that was asked for was heard of in the last `GATEWAY_TIMEOUT_S`.
+    """
 
     query_id: int
     state: Literal["running", "finished", "unknown"]
     entry: JournalEntry | None = None
+    is_gateway_connected: bool = False
 
 
 class JournalReply(msgspec.Struct, frozen=True, kw_only=True, tag="journal_reply"):

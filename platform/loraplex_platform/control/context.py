@@ -1,4 +1,8 @@
-"""What the control API's handlers share, built once in the app's lifespan and passed by request."""
+"""What the control API's handlers share, built once in the app's lifespan and passed by request.
+
+Dependencies are coroutines also where they wait for nothing: FastAPI runs plain functions in threads, and
+each change of threads costs a request more than the function.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.rates.redis_client import DeadlineRedis
 from loraplex_platform.registry.imports import ImportRunner
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
@@ -42,6 +47,7 @@ class ControlContext:
     passwords: Passwords
     metrics: ControlMetrics
     versions: Relay  # tells gateways of changed keys, tenants and limits
+    redis: DeadlineRedis | None = None  # to look at rates
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
     oidc: OidcProvider | None = None
@@ -55,11 +61,15 @@ def get_context(request: Request) -> ControlContext:
     return context
 
 
-def get_session(request: Request) -> AsyncSession:
+async def get_session(request: Request) -> AsyncSession:
     """The request's session; its transaction is committed by the route, never by a service."""
     session: AsyncSession = request.state.session
     return session
 
 
-Context = Annotated[ControlContext, Depends(get_context)]
+async def _context(request: Request) -> ControlContext:
+    return get_context(request)
+
+
+Context = Annotated[ControlContext, Depends(_context)]
 DbSession = Annotated[AsyncSession, Depends(get_session)]
