@@ -206,7 +206,9 @@ async def complete_upload(
             received = await asyncio.to_thread(upload_sessions.received, upload, locked)
 
             async def note(session: AsyncSession, stored: service.Stored) -> None:
-                await upload_sessions.complete(session, upload.id, stored.version.id)
+                await upload_sessions.complete(
+                    session, request.state.actor, upload, stored.version.id
+                )
 
             response = await store(request, context, tenant_id, received, note)
     except PlatformError as error:

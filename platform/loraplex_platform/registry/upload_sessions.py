@@ -238,10 +238,21 @@ def _sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-async def complete(session: AsyncSession, upload_id: UUID, version_id: UUID) -> None:
+async def complete(
+    session: AsyncSession, actor: Actor, upload: AdapterUpload, version_id: UUID
+) -> None:
     """It became this version, in the transaction that made it one."""
     await source_queries.change_upload(
-        session, upload_id, ENDED_FOR, state="completed", version_id=version_id
+        session, upload.id, ENDED_FOR, state="completed", version_id=version_id
+    )
+    record(
+        session,
+        actor,
+        "adapter_upload.complete",
+        "adapter_upload",
+        format_id("adapter_upload", upload.id),
+        tenant_id=upload.tenant_id,
+        detail={"adapter": upload.name, "version_id": format_id("adapter_version", version_id)},
     )
 
 
