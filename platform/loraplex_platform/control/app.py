@@ -51,6 +51,7 @@ from loraplex_platform.registry.sources.bucket import BucketSource
 from loraplex_platform.registry.sources.hub import HubSource
 from loraplex_platform.registry.sources.local import FolderSource
 from loraplex_platform.registry.sources.rules import ImportRules, parse_hub
+from loraplex_platform.registry.store_watch import StoreWatch
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
@@ -179,6 +180,9 @@ async def _open(
     stack.callback(tokenizer.close)
     # trust_env off: a proxy of the environment must never see the conversations or the keys.
     client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+    store = AdapterStore(settings.store_url)
+    store_watch = StoreWatch(store, metrics.store_up)
+    await stack.enter_async_context(store_watch.running())
     intake = AdapterIntake(
         sessions,
         base_model,
@@ -189,7 +193,7 @@ async def _open(
             memory_bytes=settings.validation_memory_bytes,
             timeout_s=settings.validation_timeout_s,
         ),
-        AdapterStore(settings.store_url),
+        store,
         Prober(sessions, fleet, tokenizer, owner=client_id),
     )
     root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
@@ -235,6 +239,7 @@ async def _open(
         uploads=folders,
         import_rules=rules,
         imports=runner,
+        store_watch=store_watch,
         playground=playground,
         passwords=passwords,
         metrics=metrics,

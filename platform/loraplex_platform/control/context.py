@@ -22,6 +22,7 @@ from loraplex_platform.registry.imports import ImportRunner
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.registry.sources.rules import ImportRules
+from loraplex_platform.registry.store_watch import StoreWatch
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import OidcProvider
@@ -43,6 +44,7 @@ class ControlContext:
     uploads: UploadFolders
     import_rules: ImportRules
     imports: ImportRunner
+    store_watch: StoreWatch
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics

@@ -18,6 +18,7 @@ from sqlalchemy import text
 from tests.platform.control.people import member
 from tests.platform.control.stand import AdapterFiles, Stand, adapter, error_of
 from tests.support.hub_server import HubServer
+from tests.support.s3_server import s3_server
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 QUICK = {"poll_s": 0.05, "beat_s": 0.1, "backoff_s": (0.05,), "lease": timedelta(seconds=5)}
@@ -450,3 +451,40 @@ async def test_with_a_token_of_the_operators_the_hub_is_the_operators(
 
     assert job["state"] == "succeeded", job
     assert {headers.get("authorization") for _, headers in hub.asked} == {"Bearer hf_secret"}
+
+
+async def test_a_folder_of_a_bucket_and_a_store_in_one(
+    db_url: str, redis_url: str, short_tmp_path: Path
+) -> None:
+    """Imported from S3, stored in S3, and refused a store that is away with a reason and a retry."""
+    pytest.importorskip("s3fs")
+    import fsspec
+
+    files = adapter()
+    with s3_server() as s3:
+        remote = fsspec.filesystem("s3", skip_instance_cache=True)
+        for name, data in parts(files).items():
+            remote.pipe_file(f"{s3.bucket}/in/acme/a/{name}", data)
+        options = {
+            "import_sources": f"s3://{s3.bucket}/in/{{tenant}}/",
+            "store_url": f"s3://{s3.bucket}/store",
+            "quarantine_dir": short_tmp_path / "quarantine",
+        }
+        async with Stand.open(db_url, redis_url, short_tmp_path, **options) as stand:
+            tenant_id = (await stand.tenant("acme"))["id"]
+            source = f"s3://{s3.bucket}/in/acme/a"
+            job = await run(stand, tenant_id, source, probe=False)
+            missing = await run(stand, tenant_id, f"{source}-not", probe=False)
+            assert (await stand.client(None).get("/ready")).json()["adapter_store"] == "ok"
+            s3.stop()
+            watch = stand.app.state.context.store_watch
+            await watch.look()
+            ready = await stand.client(None).get("/ready")
+            assert (ready.status_code, ready.json()["adapter_store"]) == (200, "unavailable")
+            away = await stand.upload(tenant_id, "late", adapter(seed=9), data={"probe": "false"})
+
+        assert job["state"] == "succeeded", job
+        assert job["resolved"] == source
+        assert (missing["state"], missing["error"]["code"]) == ("failed", "adapter_rejected")
+        error_of(away, 503, "store_unavailable")
+        assert away.headers["retry-after"] == "10"
