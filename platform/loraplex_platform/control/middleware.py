@@ -147,7 +147,7 @@ def _bodiless(scope: Scope, send: Send) -> Send:
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.body":
-            message = message | {"body": b""}
+            message = {**message, "body": b""}
         await send(message)
 
     return send_head

@@ -7,6 +7,7 @@ from typing import Any
 
 from loraplex_engine.artifact import (
     ADAPTER_FILES,
+    TENSORS_FILE,
     StoreUnavailableError,
     open_remote,
     telling_unavailable,
@@ -69,7 +70,8 @@ class BucketSource:
                         begin = size_bytes - left
                         end = min(begin + 8 * PIECE_BYTES, size_bytes)
                         with telling_unavailable(f"{self._source} cannot be read"):
-                            piece = self._remote.cat_file(f"{self._path}/{name}", begin, end)
+                            path = f"{self._path}/{name}"
+                            piece = self._remote.cat_file(path, start=begin, end=end)
                         if len(piece) != end - begin:
                             raise changed_meanwhile(name)
                         target.write(piece)
@@ -83,9 +85,6 @@ class BucketSource:
         try:
             now = self.look(max(listing.sizes.values()) + 1)
         except AdapterRejectedError:
-            raise changed_meanwhile(TENSORS) from None
+            raise changed_meanwhile(TENSORS_FILE) from None
         if now.sizes != listing.sizes:
-            raise changed_meanwhile(TENSORS)
-
-
-TENSORS = ADAPTER_FILES[1]
+            raise changed_meanwhile(TENSORS_FILE)
