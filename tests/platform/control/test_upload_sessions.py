@@ -15,8 +15,10 @@ from uuid import UUID
 
 import httpx
 import pytest
+from loraplex_platform.errors import EngineUnavailableError
 from loraplex_platform.ids import parse_id
 from loraplex_platform.registry import upload_files, upload_routes, upload_sessions
+from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.upload_files import UploadFolders
 from sqlalchemy import text
 
@@ -195,23 +197,24 @@ async def test_what_is_missing_or_changed_makes_no_version(stand: Stand) -> None
     assert shown["error"]["message"] == refused.json()["error"]["message"]
 
 
-async def test_without_an_engine_it_waits_and_is_completed_later(stand: Stand) -> None:
+async def test_without_an_engine_it_waits_and_is_completed_later(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tenant_id = (await stand.tenant("acme"))["id"]
     files = adapter()
     upload = await begin(stand, tenant_id, files)
     await send_all(stand, upload, files)
-    stand.engine.is_ready = False
 
-    away = await stand.admin.post(f"{upload}/complete")
+    async def no_engine(*_: object) -> None:
+        raise EngineUnavailableError("No engine is ready.", retry_after_s=5)
 
-    assert away.status_code == 503, away.text
+    with monkeypatch.context() as patch:
+        patch.setattr(Prober, "find_engine", no_engine)
+        away = await stand.admin.post(f"{upload}/complete")
+
+    error_of(away, 503, "engine_unavailable")
     assert (await stand.admin.get(upload)).json()["state"] == "open"
-    stand.engine.is_ready = True
-    made = away
-    async with asyncio.timeout(20):
-        while made.status_code == 503:
-            await asyncio.sleep(0.1)
-            made = await stand.admin.post(f"{upload}/complete")
+    made = await stand.admin.post(f"{upload}/complete")
     assert made.status_code == 201, made.text
 
 
