@@ -272,7 +272,7 @@ CREATE FUNCTION loraplex_book_adapter_hours(tenant uuid, on_day date) RETURNS in
 -- A line of hours is a sum of days that are rounded each.
 ALTER TABLE invoice_lines DROP CONSTRAINT ck_invoice_lines_amount;
 ALTER TABLE invoice_lines ADD CONSTRAINT ck_invoice_lines_amount CHECK (
-    price_class = 'adapter_hour' or amount_pico = quantity * unit_price_pico);
+    price_class is not distinct from 'adapter_hour' or amount_pico = quantity * unit_price_pico);
 """
 
 # Books that know hours lose that price; lines of the ledger that are hours go.

@@ -125,7 +125,9 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     salt_key: Secret
     gateway_host: str = "127.0.0.1"
     gateway_port: int = 8000
-    gateway_id: str | None = None  # made at start if not given
+    # What its id begins with. The rest is made at start, for the id says whether the process that owns a
+    # request is still there: another one after it must not seem to be that.
+    gateway_id: str = Field(default="gw", min_length=1, max_length=48)
     max_body_bytes: int = 8 * 1024 * 1024
     header_hold_s: float = 30.0  # how long headers wait for the engine's first event
     request_timeout_s: float = 600.0

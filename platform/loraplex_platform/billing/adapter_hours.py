@@ -31,7 +31,7 @@ MODEL_NAME: Final = "(adapter hours)"
 # A deployment that was changed just before midnight may commit after its day was booked, and a worker
 # may have been away: so many days that were booked once are looked at again.
 _AGAIN_DAYS = 2
-_MAX_DAYS_A_ROUND = 100  # of a tenant, so that a transaction is short
+_MAX_DAYS_A_TRANSACTION = 100  # so that it is short
 
 # Rows as those of `rollups.USAGE_SOURCE`, and the seconds. Needs the same parameters.
 HOURS_SOURCE: Final = f"""
@@ -83,8 +83,8 @@ class AdapterHoursWorker:
             due[row.tenant_id].append(row.day)
         booked = 0
         for tenant_id, days in due.items():
-            for start in range(0, len(days), _MAX_DAYS_A_ROUND):
-                booked += await self._book(tenant_id, days[start : start + _MAX_DAYS_A_ROUND])
+            for start in range(0, len(days), _MAX_DAYS_A_TRANSACTION):
+                booked += await self._book(tenant_id, days[start : start + _MAX_DAYS_A_TRANSACTION])
         if booked:
             log.info("adapter_hours_booked", lines=booked)
         return booked

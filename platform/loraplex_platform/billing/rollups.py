@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 # A bucket that took long to make is left alone for so many times as long: what a tenant does all day
 # must not keep a core busy with counting it.
 REST_FACTOR = 20.0
+# One that cannot be made, as it takes longer than a statement may, must not be the first of every round.
+FAILED_REST_S = 60.0
 # A round ends after this; what is left waits for the next one.
 ROUND_S = 30.0
 
@@ -90,7 +92,10 @@ class RollupWorker:
     _not_before_s: dict[tuple[UUID, date], float] = field(default_factory=dict)
 
     async def run_once(self) -> int:
-        """How many buckets were made; 0: there is nothing to do."""
+        """How many buckets were made; 0: there is nothing to do.
+
+        What ends a round, as a bucket that cannot be made, is raised; the next round begins with others.
+        """
         async with self.sessions() as session:
             marked = [(row.tenant_id, row.day) for row in await session.execute(_MARKED)]
         now_s = self.clock_s()
@@ -104,9 +109,14 @@ class RollupWorker:
             began_s = self.clock_s()
             if began_s > now_s + ROUND_S:
                 break
-            count += await run_transaction(
-                self.sessions, partial(roll_up, tenant_id=tenant_id, day=day)
-            )
-            took_s = self.clock_s() - began_s
-            self._not_before_s[tenant_id, day] = self.clock_s() + REST_FACTOR * took_s
+            rest_s = FAILED_REST_S
+            try:
+                count += await run_transaction(
+                    self.sessions, partial(roll_up, tenant_id=tenant_id, day=day)
+                )
+                rest_s = 0.0
+            finally:
+                took_s = self.clock_s() - began_s
+                rest_s = max(rest_s, REST_FACTOR * took_s)
+                self._not_before_s[tenant_id, day] = self.clock_s() + rest_s
         return count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,6 +142,8 @@ def schedule(
     """
     changes: dict[str, Any] = {"priority": priority, "weight": weight}
     changes = {field: value for field, value in changes.items() if value is not None}
+    if weight is not None and not math.isfinite(weight):
+        raise CommandError("--weight: give a number")
     if memory_weight is not None:
         changes["memory_weight"] = _number_or_none("--memory-weight", memory_weight, float)
     if max_adapters is not None:
@@ -161,10 +165,11 @@ def schedule(
 def _number_or_none(option: str, text: str, kind: type[float | int]) -> float | int | None:
     if text == "none":
         return None
-    try:
-        return kind(text)
-    except ValueError:
-        raise CommandError(f"{option}: give a number, or 'none'") from None
+    with contextlib.suppress(ValueError):
+        number = kind(text)
+        if isinstance(number, int) or math.isfinite(number):  # JSON knows no others
+            return number
+    raise CommandError(f"{option}: give a number, or 'none'")
 
 
 @app.command()

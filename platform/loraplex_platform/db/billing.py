@@ -328,7 +328,8 @@ class InvoiceLine(Base):
         ),
         CheckConstraint("section in ('usage', 'earlier', 'adjustment')", name="section"),
         CheckConstraint(
-            "price_class = 'adapter_hour' or amount_pico = quantity * unit_price_pico",
+            "price_class is not distinct from 'adapter_hour'"
+            " or amount_pico = quantity * unit_price_pico",
             name="amount",
         ),
         Index(

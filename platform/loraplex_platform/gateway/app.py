@@ -79,7 +79,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
     """
     metrics = GatewayMetrics()
     tokenizer = BaseTokenizer(ModelTexts.read(settings.model_dir), tool_format=settings.tool_format)
-    gateway_id = settings.gateway_id or f"gw-{uuid.uuid4().hex[:12]}"
+    gateway_id = f"{settings.gateway_id}-{uuid.uuid4().hex[:12]}"
     redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
     async with (
         open_database(settings, answer_deadline_s=settings.database_deadline_s) as database,

@@ -110,7 +110,8 @@ class UsageReport(Schema):
         description="Whose days these are; null: each tenant's own, by its billing time zone."
     )
     final_until: UnixSeconds = Field(
-        description="Nothing admitted before is still open: to what came later, more may be added."
+        description="No request admitted before is still open: to what came later, more may be added. "
+        "Adapter-hours of a day come to it some minutes after its end."
     )
 
 

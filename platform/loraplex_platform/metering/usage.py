@@ -117,7 +117,7 @@ class UsagePage:
     """Rows by time, then group. `next_page` None: there are no more.
 
     `final_until`: what was admitted before can no longer change; later numbers are right now, but
-    more may come to them. `zone`: of days and months; None: each tenant's own.
+    more may come to them. It says nothing of adapter-hours, which are booked when a day is over. `zone`: of days and months; None: each tenant's own.
     """
 
     rows: list[UsageRow]

@@ -46,7 +46,8 @@ class Standing:
         if self.used is None or self.held is None:
             return None
         most = self.limit.value
-        if self.limit.metric in RATE_METRICS and self.limit.metric != "concurrency":
+        # Of 0 is closed, whatever burst it has.
+        if most and self.limit.metric in RATE_METRICS and self.limit.metric != "concurrency":
             most = _burst(self.limit)
         return max(0, int(most) - self.used - self.held)
 

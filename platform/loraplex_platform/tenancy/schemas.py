@@ -68,7 +68,8 @@ class TenantChanges(Body):
     # No default that a schema would show: a field that is not sent is not changed.
     name: TenantName = Field(default_factory=str)
     billing_tz: TimeZone = Field(
-        default_factory=str, description="Only before the tenant's first request."
+        default_factory=str,
+        description="Only before the tenant's first request or billed adapter-hour.",
     )
     replays_answers: bool = Field(
         default_factory=bool,

@@ -82,8 +82,8 @@ async def update_tenant(
         return tenant
     if "billing_tz" in wanted and await queries.has_requests(session, tenant_id):
         raise ConflictError(
-            "billing_tz: the tenant has had requests, so its days and months are being counted in "
-            f"{tenant.billing_tz} already. It can only be set before the first one.",
+            "billing_tz: the tenant has had requests or adapter-hours, so its days and months are being "
+            f"counted in {tenant.billing_tz} already. It can only be set before the first of them.",
             param="billing_tz",
         )
     if "billing_tz" in wanted:

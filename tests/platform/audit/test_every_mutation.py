@@ -297,7 +297,8 @@ def _move_to_last_month(db_url: str, was: UUID) -> UUID:
             "update requests set id = %(id)s, admitted_at = %(at)s where id = %(was)s",
             "update attempts set request_id = %(id)s where request_id = %(was)s",
             "update ledger set entry_id = %(id)s, occurred_at = %(at)s where entry_id = %(was)s",
-            "update rollup_dirty set day = (%(at)s::timestamptz at time zone 'UTC')::date",
+            "update rollup_dirty set entry_id = %(id)s, day = (%(at)s::timestamptz at time zone 'UTC')::date"
+            " where entry_id = %(was)s",
         ):
             connection.execute(statement, moved)
     return UUID(str(moved["id"]))

@@ -18,9 +18,11 @@ from loraplex_platform.billing.document import compose
 from loraplex_platform.billing.invoices import InvoiceWorker
 from loraplex_platform.billing.price_schemas import Price, price_pico, show_price
 from loraplex_platform.db import Invoice, InvoiceLine, PriceItem, Tenant
+from loraplex_platform.errors import ConflictError
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.usage import UsageQuery, report_usage
+from loraplex_platform.tenancy.service import update_tenant
 from pydantic import ValidationError
 from sqlalchemy import select, text
 
@@ -310,6 +312,22 @@ async def invoiced(db: Database) -> list[InvoiceLine]:
             .order_by(Invoice.period_start)
         )
         return list((await session.scalars(statement)).all())
+
+
+async def test_days_that_are_booked_stay_the_days_they_are(db: Database, db_url: str) -> None:
+    """In another zone they would overlap with the next ones, or leave hours out."""
+    customer = await add_customer(db, "acme")
+    model = add_model(db_url, customer)
+    begin = datetime.now(UTC).replace(hour=0, minute=0) - timedelta(days=3)
+    add_book(db_url, "hours", begin, {hourly(): 7})
+    set_history(db_url, customer, [deployed(model, begin)])
+    await AdapterHoursWorker(db.sessions).run_once()
+
+    async with db.sessions() as session:
+        with pytest.raises(ConflictError, match="adapter-hours"):
+            await update_tenant(
+                session, SYSTEM, customer.tenant_id, {"billing_tz": "Asia/Tokyo"}, None
+            )
 
 
 async def test_the_paper_shows_hours(db: Database, db_url: str) -> None:

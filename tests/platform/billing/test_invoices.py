@@ -380,6 +380,22 @@ async def test_a_final_invoice_never_changes_whoever_tries(db: Database, db_url:
             as_owner(db_url, statement)
 
 
+async def test_a_line_is_quantity_times_price_an_adjustment_too(db: Database, db_url: str) -> None:
+    acme = await add_customer(db)
+    last = month_ago(1)
+    add_usage(db_url, acme, last)
+    credit = await adjust(db, acme, "3")
+    as_owner(db_url, "update ledger set occurred_at = %s where entry_id = %s", last, credit)
+    lines = (await stored(db, await draft(db, acme, first_of(last)))).lines
+
+    assert {line.section for line in lines} == {"usage", "adjustment"}
+    for line in lines:
+        with pytest.raises(errors.CheckViolation, match="ck_invoice_lines_amount"):
+            as_owner(
+                db_url, "update invoice_lines set quantity = -1 where line_no = %s", line.line_no
+            )
+
+
 async def test_credit_beyond_the_charges_is_carried_forward(db: Database, db_url: str) -> None:
     acme = await add_customer(db)
     older, last = month_ago(2), month_ago(1)

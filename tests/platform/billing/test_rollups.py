@@ -9,8 +9,10 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
+from loraplex_platform.billing import rollups
 from loraplex_platform.billing.rollups import RollupWorker, roll_up
 from loraplex_platform.db import UsageDaily
+from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import usage
@@ -29,6 +31,7 @@ from tests.support.metering import add_customer
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
+    from sqlalchemy.ext.asyncio import AsyncSession
 
 NOON = datetime(2026, 3, 14, 12, tzinfo=UTC)
 
@@ -244,6 +247,28 @@ async def test_a_bucket_that_took_long_rests(db: Database, db_url: str) -> None:
     now += 100.0
 
     assert await worker.run_once() == 1
+
+
+async def test_a_bucket_that_cannot_be_made_does_not_keep_others_from_it(
+    db: Database, db_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme, globex = await add_customer(db), await add_customer(db, "globex")
+    add_usage(db_url, acme, NOON)
+    add_usage(db_url, globex, NOON + timedelta(days=1))
+    make = rollups.roll_up
+
+    async def take_too_long(session: AsyncSession, tenant_id: UUID, day: date) -> bool:
+        if tenant_id == acme.tenant_id:
+            raise DatabaseUnavailableError
+        return await make(session, tenant_id, day)
+
+    monkeypatch.setattr(rollups, "roll_up", take_too_long)
+    worker = RollupWorker(db.sessions)
+    with pytest.raises(DatabaseUnavailableError):
+        await worker.run_once()
+
+    assert await worker.run_once() == 1
+    assert [row.tenant_id for row in await days_of(db)] == [globex.tenant_id]
 
 
 async def test_what_retention_has_dropped_stays_as_it_was_rolled_up(

@@ -73,6 +73,44 @@ async def test_tenants_are_made_listed_and_suspended(terminal: Terminal) -> None
     assert "no tenant nobody" in await terminal.refused("tenants", "suspend", "nobody")
 
 
+async def test_what_is_a_tenants_at_the_engines_is_set_in_part_and_taken_back(
+    terminal: Terminal,
+) -> None:
+    await terminal.done("tenants", "create", "acme")
+    schedule = ("tenants", "schedule", "acme")
+
+    set_ = await terminal.done(
+        *schedule, "--priority", "3", "--memory-weight", "0.5", "--max-adapters", "2"
+    )
+    changed = await terminal.done(*schedule, "--weight", "2", "--max-adapters", "none")
+
+    assert set_ == "acme: priority 3, weight 1.0, memory_weight 0.5, max_adapters 2"
+    assert changed == "acme: priority 3, weight 2.0, memory_weight 0.5, max_adapters none"
+    assert "nothing to change" in await terminal.refused(*schedule)
+    for option in ("--weight", "--memory-weight", "--max-adapters"):
+        for number in ("nan", "inf", "0"):
+            said = await terminal.refused(*schedule, option, number)
+            assert option.removeprefix("--").replace("-", "_") in said.replace("-", "_")
+    assert await terminal.done(*schedule, "--priority", "3") == changed
+
+
+async def test_the_limits_that_bind_a_key_are_shown(terminal: Terminal) -> None:
+    await terminal.done("tenants", "create", "acme")
+    shown = json.loads(await terminal.done("keys", "create", "k", "-t", "acme", "--json"))
+    ask = ("limits", "effective", "--key", shown["id"])
+
+    before = json.loads(await terminal.done(*ask, "--json"))
+    limit = (await terminal.done("limits", "set", "rpm", "60", "--of", "acme")).partition(":")[0]
+    [after] = json.loads(await terminal.done(*ask, "--json"))
+    header, row = (await terminal.done(*ask)).splitlines()
+
+    assert before == []
+    assert (after["id"], after["value"], after["used"]) == (limit, "60", "0")
+    assert header.split()[:4] == ["ID", "SCOPE", "LIMIT", "VALUE"]
+    assert row.split()[0] == limit
+    assert "No such key" in await terminal.refused("limits", "effective", "--key", "nobody")
+
+
 async def test_a_keys_whole_life(terminal: Terminal) -> None:
     await terminal.done("tenants", "create", "acme")
     await terminal.done("projects", "create", "Chat", "-t", "acme")

@@ -372,6 +372,18 @@ async def test_limits_of_a_deployment_and_its_adapter_bind_its_callers(stand: St
     assert [one["scope_kind"] for one in there.json()["data"]] == ["adapter", "deployment"]
 
 
+@pytest.mark.parametrize("burst", [None, 7])
+async def test_nothing_remains_of_a_rate_that_is_closed(stand: Stand, burst: int | None) -> None:
+    _, ids = await customer_of(stand)
+    key = {"scope_kind": "key", "scope_id": ids["key"]}
+    await set_limit(stand, metric="rpm", value="0", burst=burst, **key)
+
+    answer = await stand.admin.get(f"{LIMITS}/effective", params={"key_id": ids["key"]})
+
+    [shown] = answer.json()["data"]
+    assert (shown["value"], shown["used"], shown["remaining"]) == ("0", "0", "0")
+
+
 async def test_without_redis_nobody_knows_how_rates_stand(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

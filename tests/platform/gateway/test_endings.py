@@ -567,6 +567,7 @@ async def test_each_ending_is_counted_once(own_stand: Stand) -> None:
 async def test_the_gateway_shows_itself_in_the_database(stand: Stand) -> None:
     async def is_seen() -> bool:
         async with stand.db.sessions() as session:
-            return await session.get(GatewayRow, "gw-test") is not None
+            return await session.get(GatewayRow, stand.gateway.gateway_id) is not None
 
     await eventually(is_seen)
+    assert stand.gateway.gateway_id.startswith("gw-test-")  # the rest is this process's own
