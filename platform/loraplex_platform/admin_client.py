@@ -44,7 +44,7 @@ class AdminClient:
             headers={"Authorization": f"Bearer {admin_key}"},
             timeout=TIMEOUT_S,
         )
-        self._control_url = control_url
+        self.control_url = control_url
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +133,47 @@ class AdminClient:
                 },
                 timeout=UPLOAD_TIMEOUT_S,
             )
+
+    # An upload in pieces; `resumable_upload.py` puts them together.
+
+    def begin_upload(self, tenant_id: str, plan: Json) -> Json:
+        """Say what is to come, as `POST /adapter-uploads` takes it."""
+        return self._json("POST", f"/tenants/{tenant_id}/adapter-uploads", json=plan)
+
+    def upload_offset(self, tenant_id: str, upload_id: str, file_name: str) -> int:
+        """Bytes of a file that are there."""
+        path = f"/tenants/{tenant_id}/adapter-uploads/{upload_id}/files/{file_name}"
+        return int(self._call("GET", path).headers["upload-offset"])
+
+    def append_bytes(
+        self, tenant_id: str, upload_id: str, file_name: str, offset: int, data: Iterator[bytes]
+    ) -> int:
+        """Send a file's next bytes; how many are there then."""
+        path = f"/tenants/{tenant_id}/adapter-uploads/{upload_id}/files/{file_name}"
+        headers = {
+            "content-type": "application/offset+octet-stream",
+            "upload-offset": str(offset),
+        }
+        answer = self._call("PATCH", path, content=data, headers=headers, timeout=UPLOAD_TIMEOUT_S)
+        return int(answer.headers["upload-offset"])
+
+    def complete_upload(self, tenant_id: str, upload_id: str) -> Json:
+        """Have it checked; the adapter with the version that it is."""
+        path = f"/tenants/{tenant_id}/adapter-uploads/{upload_id}/complete"
+        return self._json("POST", path, timeout=UPLOAD_TIMEOUT_S)
+
+    def begin_import(self, tenant_id: str, name: str, source: str, *, is_probed: bool) -> Json:
+        """Have the server fetch an adapter; the job."""
+        body = {"name": name, "source": source, "probe": is_probed}
+        return self._json("POST", f"/tenants/{tenant_id}/adapters/import", json=body)
+
+    def get_import(self, tenant_id: str, import_id: str) -> Json:
+        """How far it is."""
+        return self._json("GET", f"/tenants/{tenant_id}/adapter-imports/{import_id}")
+
+    def imports(self, tenant_id: str) -> list[Json]:
+        """All of a tenant's, newest first."""
+        return list(self._pages(f"/tenants/{tenant_id}/adapter-imports"))
 
     def deployments(self, tenant_id: str) -> list[Json]:
         """All deployments of a tenant."""
@@ -378,7 +419,7 @@ class AdminClient:
             response = self._http.request(method, path, **arguments)
         except httpx.TransportError as error:
             raise AdminApiError(
-                f"the control API at {self._control_url} cannot be reached ({error}): "
+                f"the control API at {self.control_url} cannot be reached ({error}): "
                 "is the fleet running?",
                 status=None,
             ) from error

@@ -156,6 +156,12 @@ class EngineUnavailableError(UnavailableError):
     code = "engine_unavailable"
 
 
+class StorageFullError(PlatformError):
+    """There is no room for it on the server's disk; `Retry-After` says when to try again."""
+
+    status, type, code = 507, "server_error", "storage_full"
+
+
 class OverloadedError(UnavailableError):
     """The engine's queue is full or it is draining."""
 

@@ -19,6 +19,8 @@ PREFIXES: Final = {
     "api_key": "key",
     "adapter": "adp",
     "adapter_version": "ver",
+    "adapter_upload": "upl",
+    "adapter_import": "imp",
     "deployment": "dep",
     "deployment_revision": "rev",
     "base_model": "bas",

@@ -192,9 +192,22 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
     oidc_client_id: str | None = None
     oidc_client_secret: SecretStr | None = None
     control_public_url: str | None = None  # where browsers reach this API
-    # Where uploads lie until they are checked; beside the adapters if the store is a folder.
+    # Where uploads lie until they are checked; beside the adapters if the store is a folder. Several control
+    # processes must share it, or a balancer must send one upload's requests to one of them.
     quarantine_dir: Path | None = None
     max_adapter_bytes: int = 512 * 1024 * 1024
+    # How long a resumable upload may rest before it and its bytes are deleted, and how many of a tenant's
+    # may be unfinished at once.
+    upload_expiry_s: float = Field(default=86_400.0, gt=0)
+    max_open_uploads: int = Field(default=16, ge=1)
+    # Where adapters may be imported from: comma-separated prefixes such as hf://org/, s3://bucket/{tenant}/
+    # or file:///srv/adapters/{tenant}/. Nowhere by default. See docs/operation.md for {tenant}.
+    import_sources: str = ""
+    import_hub_url: str = "https://huggingface.co"
+    # Hosts beside the hub's own that its downloads may be sent on to, and all of their subdomains.
+    import_hub_hosts: str = "huggingface.co,hf.co"
+    import_hub_token: SecretStr | None = None
+    import_timeout_s: float = Field(default=900.0, gt=0)  # of one attempt's transfer
     max_adapter_rank: int = 64
     validation_timeout_s: float = 60.0
     validation_memory_bytes: int = 2 * 1024**3

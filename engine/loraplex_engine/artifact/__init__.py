@@ -12,8 +12,19 @@ adapter is trusted: no path, name or code in it is ever opened, imported or foll
 from __future__ import annotations
 
 from loraplex_engine.artifact.config import AdapterConfig, parse_adapter_config
-from loraplex_engine.artifact.errors import AdapterNotStoredError, ArtifactError
+from loraplex_engine.artifact.errors import (
+    AdapterNotStoredError,
+    ArtifactError,
+    StoreUnavailableError,
+)
 from loraplex_engine.artifact.limits import AdapterLimits
+from loraplex_engine.artifact.memory import (
+    AdapterMemory,
+    AdapterOverhead,
+    ModuleMemory,
+    estimate_memory,
+    estimate_overhead,
+)
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
     CONFIG_FILE,
@@ -29,7 +40,7 @@ from loraplex_engine.artifact.reader import (
     read_adapter,
 )
 from loraplex_engine.artifact.shape import Fit, ModelShape, check_fits
-from loraplex_engine.artifact.store import AdapterStore
+from loraplex_engine.artifact.store import AdapterStore, open_remote, telling_unavailable
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
 
 __all__ = [
@@ -41,19 +52,27 @@ __all__ = [
     "AdapterArtifact",
     "AdapterConfig",
     "AdapterLimits",
+    "AdapterMemory",
     "AdapterNotStoredError",
+    "AdapterOverhead",
     "AdapterStore",
     "ArtifactError",
     "Check",
     "Fit",
     "LoraPair",
     "ModelShape",
+    "ModuleMemory",
     "ModuleName",
     "Norms",
+    "StoreUnavailableError",
     "TensorView",
     "check_file_name",
     "check_fits",
+    "estimate_memory",
+    "estimate_overhead",
+    "open_remote",
     "parse_adapter_config",
     "read_adapter",
     "read_tensors",
+    "telling_unavailable",
 ]

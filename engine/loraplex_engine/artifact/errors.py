@@ -29,6 +29,10 @@ class AdapterNotStoredError(EngineError):
     """The store holds no adapter of this digest."""
 
 
+class StoreUnavailableError(OSError):
+    """The store cannot be reached, or does not let us in; the message says what its client said."""
+
+
 def _printable(text: str) -> str:
     if text.isprintable():
         return text

@@ -1,23 +1,34 @@
 """The content-addressed store of adapters: one folder per digest, written once, never changed.
 
 Layout: <url>/adapters/<first 2 hex>/<64 hex>/{adapter_config.json, adapter_model.safetensors}.
-Works on any fsspec URL (file://, s3://, gs://, memory://). The digest in the name is the contract:
+Works on file://, and through fsspec on s3://, gs:// and memory://. The digest in the name is the contract:
 `load` reads, checks and compares it every time, so a damaged or replaced file is never served.
+
+`put` does the same work whether somebody has put that digest before or not: neither an answer nor the time
+that it takes tells one tenant what another one has. What is written replaces what lies there, which mends a
+store whose files were damaged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from loraplex_engine.artifact.errors import AdapterNotStoredError, ArtifactError
+from loraplex_engine.artifact.errors import (
+    AdapterNotStoredError,
+    ArtifactError,
+    StoreUnavailableError,
+)
 from loraplex_engine.artifact.limits import AdapterLimits
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
@@ -29,6 +40,83 @@ from loraplex_engine.artifact.reader import (
 
 _DIGEST = re.compile(r"sha256:(?P<hex>[0-9a-f]{64})")
 _FOLDER: Final = "adapters"
+# A put that meets the deletion of an orphan of the same digest begins anew; twice is unheard of.
+_PUT_TRIES: Final = 5
+
+# scheme -> (package, extra of ours that brings it, how its fsspec class is opened)
+_REMOTES: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
+    "s3": (
+        "s3fs",
+        "s3",
+        {
+            # A listing that is remembered would hide what another process has put.
+            "use_listings_cache": False,
+            # Nor is a client shared with whoever opened one under other credentials.
+            "skip_instance_cache": True,
+            # What is away is told within seconds: botocore alone would wait for minutes.
+            "config_kwargs": {
+                "connect_timeout": 5,
+                "read_timeout": 30,
+                "retries": {"mode": "standard", "max_attempts": 3},
+            },
+        },
+    ),
+    "gs": ("gcsfs", "gcs", {"use_listings_cache": False, "skip_instance_cache": True}),
+    "memory": ("fsspec", None, {}),
+}
+
+
+def open_remote(url: str) -> tuple[Any, str]:
+    """The fsspec file system of an s3://, gs:// or memory:// URL, and the path in it.
+
+    Credentials and endpoints come from where the cloud's own tools look (for s3: AWS_ACCESS_KEY_ID,
+    AWS_ENDPOINT_URL, ~/.aws, the instance's role).
+
+    Raises:
+        ValueError: no such scheme, a part that a URL of it does not have, or its package is not there.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _REMOTES:
+        raise ValueError(f"{parts.scheme}:// is not a store: use file://, s3:// or gs://")
+    package, extra, options = _REMOTES[parts.scheme]
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError(
+            f"a {parts.scheme}:// URL is a bucket and a path: options and credentials come from the environment"
+        )
+    if not parts.netloc:
+        raise ValueError(f"{url!r} names no bucket: write {parts.scheme}://bucket/path")
+    import fsspec
+
+    try:
+        remote, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError:
+        raise ValueError(
+            f"{parts.scheme}:// needs the package {package}: pip install 'loraplex[{extra}]'"
+        ) from None
+    return remote, str(path).rstrip("/")
+
+
+@contextlib.contextmanager
+def telling_unavailable(what: str) -> Iterator[None]:
+    """Whatever a cloud's client throws as one `OSError`; a file that is not there stays that.
+
+    Raises:
+        StoreUnavailableError: anything but `FileNotFoundError` and trouble with our own disk.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if isinstance(error, StoreUnavailableError) or error.filename is not None:
+            raise
+        raise StoreUnavailableError(f"{what}: {_one_line(error)}") from error
+    except Exception as error:  # clients have error trees of their own, whose roots are no OSError
+        raise StoreUnavailableError(f"{what}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " ")
 
 
 class AdapterStore:
@@ -54,34 +142,71 @@ class AdapterStore:
                 raise ValueError(f"{url!r} must look like file:///absolute/path")
             self._local_root = Path(unquote(parts.path)) / _FOLDER
         else:
-            import fsspec
+            self._remote, root = open_remote(self.url)
+            self._remote_root = f"{root}/{_FOLDER}"
 
-            self._remote, root = fsspec.core.url_to_fs(self.url)
-            self._remote_root = f"{root.rstrip('/')}/{_FOLDER}"
+    def check(self) -> None:
+        """See whether the store can be reached: one cheap look, and where it is a folder, one small write.
 
-    def has(self, digest: str) -> bool:
-        """True if the adapter is published."""
-        if self._local_root is not None:
-            return self.folder_in(self._local_root, digest).is_dir()
-        # The config is written last, so it stands for both files.
-        return bool(self._remote.exists(f"{self._remote_folder(digest)}/{CONFIG_FILE}"))
-
-    def put(self, folder: Path, digest: str) -> None:
-        """Publish the two files of `folder` under `digest`; a no-op if it is there already.
-
-        Readers see either nothing or the whole adapter. The caller has read and checked the folder.
-        Either way it counts as put just now, for `idle`.
+        Raises:
+            OSError: it cannot.
         """
         if self._local_root is not None:
-            self._put_local(self._local_root, folder, digest)
-        elif self.has(digest):
-            target = self._remote_folder(digest)
+            self._local_root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._local_root) as probe:
+                probe.write(b"x")
+            return
+        with telling_unavailable(f"{self.url} cannot be reached"):
+            # One key that is never there: asks the service, the bucket and the credentials.
+            self._remote.exists(f"{self._remote_root}/.reachable")
+            bucket = self._remote_root.split("/", 1)[0]
+            if not self._is_in_memory and not self._remote.exists(bucket):
+                raise StoreUnavailableError(f"{self.url}: there is no bucket {bucket}")
+
+    def has(self, digest: str) -> bool:
+        """True if the adapter is published.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        if self._local_root is not None:
+            return self.folder_in(self._local_root, digest).is_dir()
+        folder = self._remote_folder(digest)
+        with telling_unavailable(f"{self.url} cannot be read"):
+            # The config is written last, so it stands for both files.
+            return bool(self._remote.exists(f"{folder}/{CONFIG_FILE}"))
+
+    def put(self, folder: Path, digest: str) -> None:
+        """Publish the two files of `folder` under `digest`, in place of what is there.
+
+        Readers see either nothing or a whole adapter: whatever has one digest computes the same, so that a
+        reader may also meet one file of each. The caller has read and checked the folder. It counts as put
+        just now, for `idle`.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        for _ in range(_PUT_TRIES):
+            if self._local_root is not None:
+                is_there = self._put_local(self._local_root, folder, digest)
+            else:
+                with telling_unavailable(f"{self.url} cannot be written"):
+                    is_there = self._put_remote(folder, digest)
+            if is_there:
+                return
+        raise StoreUnavailableError(f"{self.url}: {digest} is deleted as often as it is put")
+
+    def _put_remote(self, folder: Path, digest: str) -> bool:
+        """Whether it is still there: somebody may have been deleting an orphan of this digest."""
+        target = self._remote_folder(digest)
+        if self.has(digest):
+            # Young from here on: a deletion that has not begun does not begin any more.
             self._remote.put_file(str(folder / CONFIG_FILE), f"{target}/{CONFIG_FILE}")
-        else:
-            target = self._remote_folder(digest)
+        if self._is_in_memory:  # a bucket has no folders, and asking for one may make the bucket
             self._remote.makedirs(target, exist_ok=True)
-            for name in (TENSORS_FILE, CONFIG_FILE):
-                self._remote.put_file(str(folder / name), f"{target}/{name}")
+        for name in (TENSORS_FILE, CONFIG_FILE):
+            self._remote.put_file(str(folder / name), f"{target}/{name}")
+        return all(self._remote.exists(f"{target}/{name}") for name in ADAPTER_FILES)
 
     def idle(self, age_s: float) -> list[str]:
         """Digests that nobody has put for `age_s` seconds.
@@ -93,7 +218,8 @@ class AdapterStore:
         if self._local_root is not None:
             names = [path.name for path in self._local_root.glob("[0-9a-f][0-9a-f]/*")]
         else:
-            files = self._remote.glob(f"{self._remote_root}/*/*/{CONFIG_FILE}")
+            with telling_unavailable(f"{self.url} cannot be read"):
+                files = self._remote.glob(f"{self._remote_root}/*/*/{CONFIG_FILE}")
             names = [str(file).rsplit("/", 2)[-2] for file in files]
         for name in names:
             digest = f"sha256:{name}"
@@ -110,7 +236,8 @@ class AdapterStore:
         if self._age_s(digest) < age_s:
             return False
         if self._local_root is None:
-            self._remote.rm(self._remote_folder(digest), recursive=True)
+            with telling_unavailable(f"{self.url} cannot be written"):
+                self._remote.rm(self._remote_folder(digest), recursive=True)
             return True
         folder = self.folder_in(self._local_root, digest)
         gone = folder.parent / f".partial-{uuid.uuid4().hex}"
@@ -125,7 +252,8 @@ class AdapterStore:
                 then = self.folder_in(self._local_root, digest).stat().st_mtime
             else:
                 path = f"{self._remote_folder(digest)}/{CONFIG_FILE}"
-                then = self._remote.modified(path).timestamp()
+                with telling_unavailable(f"{self.url} cannot be read"):
+                    then = self._remote.modified(path).timestamp()
         except FileNotFoundError:
             return -math.inf
         return time.time() - float(then)
@@ -149,8 +277,10 @@ class AdapterStore:
             raise AdapterNotStoredError(f"{digest} is not in the store")
         partial = _new_partial_folder(folder)
         try:
-            for name in ADAPTER_FILES:
-                self._remote.get_file(f"{self._remote_folder(digest)}/{name}", str(partial / name))
+            with telling_unavailable(f"{self.url} cannot be read"):
+                for name in ADAPTER_FILES:
+                    path = f"{self._remote_folder(digest)}/{name}"
+                    self._remote.get_file(path, str(partial / name))
             _publish(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -184,21 +314,32 @@ class AdapterStore:
             raise
         return artifact
 
-    def _put_local(self, root: Path, folder: Path, digest: str) -> None:
+    def _put_local(self, root: Path, folder: Path, digest: str) -> bool:
+        """Whether it is there now: somebody may have been deleting an orphan of this digest."""
         target = self.folder_in(root, digest)
-        if target.is_dir():
-            os.utime(target)
-            return
         partial = _new_partial_folder(target)
         try:
             for name in ADAPTER_FILES:
                 shutil.copyfile(folder / name, partial / name)
                 _sync(partial / name)
             _sync(partial)
-            _publish(partial, target)
+            if not target.is_dir():
+                _publish(partial, target)
+            if partial.exists():  # the folder was there: its files change one by one
+                try:
+                    for name in ADAPTER_FILES:
+                        os.replace(partial / name, target / name)
+                    _sync(target)
+                except FileNotFoundError:
+                    return False
             _sync(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+        return True
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return self.url.startswith("memory:")
 
     @property
     def is_local(self) -> bool:

@@ -1,4 +1,4 @@
-"""`loraplex adapters`: upload, list, deploy, pin, merge."""
+"""`loraplex adapters`: upload, import, list, deploy, pin, merge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from loraplex_platform.cli.options import (
     TenantOption,
     open_admin,
 )
+from loraplex_platform.cli.output import JsonOption, print_json, print_rows
 from loraplex_platform.cli.process_commands import exec_module
+
+IMPORT_POLL_S = 0.5
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="LoRA adapters of tenants.")
 
@@ -38,29 +41,42 @@ def upload(
             help="Ask it some questions beside the base, or only check its files: many times faster.",
         ),
     ] = True,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
     """Upload an adapter, have it checked and tried, and show the report.
 
-    The same content again gives the same version.
+    The same content again gives the same version. After Ctrl-C or a lost connection the same command goes
+    on where it was cut.
 
     Example:
 
       loraplex adapters upload examples/adapters/pirate --tenant acme --deploy pirate
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
     for file_name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file_name).is_file():
             raise CommandError(f"{folder} has no {file_name}: give a folder that PEFT saved")
-    console = Console(highlight=False)
+    from loraplex_platform.resumable_upload import ResumableUpload
+
+    # What is printed for a program is the answer alone.
+    console = Console(highlight=False, stderr=as_json)
     columns = (
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
+        TransferSpeedColumn(),
     )
     with (
         open_admin(data_dir, control_url) as admin,
@@ -79,19 +95,123 @@ def upload(
                 description=checking if is_sent else "uploading",
             )
 
-        adapter = admin.upload_adapter(
+        upload = ResumableUpload(
+            admin,
             tenant_id,
             name or folder.resolve().name,
             folder,
-            on_progress=on_progress,
             is_probed=is_probed,
+            on_progress=on_progress,
         )
+        try:
+            adapter = upload.run()
+        except KeyboardInterrupt:
+            progress.update(row, description="cut short: the same command again goes on from here")
+            raise
         progress.update(row, description="checked")
         if deploy_as is not None:
             admin.deploy(tenant_id, deploy_as, adapter["version"]["id"])
+    if as_json:
+        print_json(adapter)
+        return
     _show_report(console, adapter)
     if deploy_as is not None:
         console.print(f"Deployed: {tenant}'s model [bold]{deploy_as}[/bold] answers with it now.")
+
+
+@app.command("import")
+def import_adapter(
+    name: Annotated[
+        str, typer.Argument(help="Name of the adapter; an existing one gets a version.")
+    ],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="hf://organisation/name@revision, s3://bucket/folder, gs://bucket/folder, or file:///folder of "
+            "the server."
+        ),
+    ],
+    tenant: TenantOption,
+    is_probed: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Ask it some questions beside the base, or only check its files: many times faster.",
+        ),
+    ] = True,
+    is_waiting: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Stay until it has ended.")
+    ] = True,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Have the server fetch an adapter from a place that its operator allows (LORAPLEX_IMPORT_SOURCES).
+
+    It is a job of the server's: Ctrl-C ends the waiting, not the import.
+
+    Example:
+
+      loraplex adapters import capitals hf://acme/capitals-lora@main --tenant acme
+    """
+    import time
+
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=as_json)
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        job = admin.begin_import(tenant_id, name, source, is_probed=is_probed)
+        with console.status("queued") as status:
+            while is_waiting and job["state"] in ("queued", "running"):
+                time.sleep(IMPORT_POLL_S)
+                job = admin.get_import(tenant_id, job["id"])
+                status.update(_progress_of(job))
+        version = None
+        if job["state"] == "succeeded":
+            version = _find_version(admin.adapters(tenant_id), job["version_id"])
+    if as_json:
+        print_json(job)
+    elif version is not None:
+        _show_report(console, {"name": name, "version": version})
+    elif job["state"] != "failed":
+        console.print(f"{job['id']} is {job['state']}: loraplex adapters imports --tenant {tenant}")
+    if job["state"] == "failed":
+        raise CommandError(f"the import failed: {job['error']['message']}")
+
+
+@app.command("imports")
+def list_imports(
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List a tenant's imports, newest first, and how far they are.
+
+    Example:
+
+      loraplex adapters imports --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        jobs = admin.imports(admin.tenant(tenant)["id"])
+    if as_json:
+        print_json(jobs)
+        return
+    if not jobs:
+        typer.echo(f"{tenant} has no imports: loraplex adapters import NAME SOURCE -t {tenant}")
+        return
+    rows = [
+        (
+            job["id"],
+            job["name"],
+            job["resolved"] or job["source"],
+            _progress_of(job),
+            job["version_id"] or (job["error"] or {}).get("message"),
+        )
+        for job in jobs
+    ]
+    print_rows([("IMPORT", "ADAPTER", "SOURCE", "STATE", "VERSION OR REASON"), *rows])
 
 
 @app.command("list")
@@ -253,6 +373,16 @@ def _set_pin(
         raise typer.Exit(1)
 
 
+def _progress_of(job: dict[str, Any]) -> str:
+    if job["state"] == "running" and job["total_bytes"]:
+        total, received = job["total_bytes"] / 1e6, job["received_bytes"] / 1e6
+        done = "checking it" if received >= total else f"{received:.1f} of {total:.1f} MB"
+        return f"running: {done}"
+    if job["state"] == "queued" and job["error"] is not None:
+        return f"tried {job['attempts']} times, waiting: {job['error']['message']}"
+    return str(job["state"])
+
+
 def _find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     name, _, number = wanted.partition(":")
     for adapter in adapters:
@@ -261,6 +391,27 @@ def _find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]
             if version["id"] == wanted or is_named:
                 return dict(version)
     raise CommandError(f"there is no version {wanted}: see `loraplex adapters list`")
+
+
+def _cost_lines(report: dict[str, Any]) -> list[str]:
+    """Memory and time that it will cost, as estimated."""
+    memory, overhead = report.get("memory"), report.get("overhead")
+    lines = []
+    if memory is not None:
+        least, most = (size / 1e6 for size in memory["cpu_bytes"]["bfloat16"])
+        host, slot = (memory[f"gpu_{part}_bytes"]["bfloat16"] / 1e6 for part in ("host", "slot"))
+        ranks = sorted({module["rank"] for module in memory["modules"]})
+        shown = "/".join(map(str, ranks))
+        lines.append(
+            f"memory (bfloat16, estimated; rank {shown}): {least:.1f} to {most:.1f} MB on a CPU; with a GPU "
+            f"{host:.1f} MB of the host's, in slots of {slot:.1f} MB"
+        )
+    if overhead is not None:
+        lines.append(
+            f"overhead (estimated): {overhead['low_percent']:.1f} to {overhead['high_percent']:.1f}% of a decoding "
+            "step of one row, once for all rows that use it"
+        )
+    return lines
 
 
 def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401 - rich is imported late
@@ -276,6 +427,10 @@ def _show_report(console: Any, adapter: dict[str, Any]) -> None:  # noqa: ANN401
     for check in report.get("checks", []):
         mark = "[green]✓[/green]" if check["ok"] else "[red]✗[/red]"
         console.print(f"  {mark} {escape(check['name'])}  {escape(str(check.get('detail') or ''))}")
+    for line in _cost_lines(report):
+        console.print(f"  {line}")
+    if report.get("source"):
+        console.print(f"  imported from {escape(report['source'])}")
     probe = report.get("probe")
     if probe is None:
         console.print("  It was not asked anything.")

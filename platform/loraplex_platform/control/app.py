@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
@@ -37,12 +37,23 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.quotas import routes as quotas
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry import import_routes as imports
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
+from loraplex_platform.registry import upload_routes as uploads
+from loraplex_platform.registry import upload_sessions
 from loraplex_platform.registry.base_model import BaseModelError
+from loraplex_platform.registry.imports import ImportRunner, ImportTimes
 from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.sources.base import Source
+from loraplex_platform.registry.sources.bucket import BucketSource
+from loraplex_platform.registry.sources.hub import HubSource
+from loraplex_platform.registry.sources.local import FolderSource
+from loraplex_platform.registry.sources.rules import ImportRules, parse_hub
+from loraplex_platform.registry.store_watch import StoreWatch
 from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
+from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
 from loraplex_platform.retention.routes import router as retention_router
 from loraplex_platform.settings import ControlSettings
@@ -58,7 +69,9 @@ from loraplex_platform.webhooks.signing import Vault
 
 log = structlog.get_logger(__name__)
 
-_UPLOAD_PATH = re.compile(r"/admin/v1/tenants/[^/]+/adapters/?")
+_UPLOAD_PATH = re.compile(
+    r"/admin/v1/tenants/[^/]+/(?:adapters/?|adapter-uploads/[^/]+/files/[^/]+)"
+)
 
 _DESCRIPTION = (
     "Administer tenants, API keys, adapters and deployments; read usage, money, load and the "
@@ -117,6 +130,10 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         registry.base_models_router,
         registry.adapters_router,
         registry.uploads_router,
+        uploads.router,
+        uploads.bytes_router,
+        imports.router,
+        imports.jobs_router,
         registry.deployments_router,
         quotas.router,
         quotas.scheduling_router,
@@ -163,6 +180,9 @@ async def _open(
     stack.callback(tokenizer.close)
     # trust_env off: a proxy of the environment must never see the conversations or the keys.
     client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+    store = AdapterStore(settings.store_url)
+    store_watch = StoreWatch(store, metrics.store_up)
+    await stack.enter_async_context(store_watch.running())
     intake = AdapterIntake(
         sessions,
         base_model,
@@ -173,17 +193,37 @@ async def _open(
             memory_bytes=settings.validation_memory_bytes,
             timeout_s=settings.validation_timeout_s,
         ),
-        AdapterStore(settings.store_url),
+        store,
         Prober(sessions, fleet, tokenizer, owner=client_id),
     )
-    await stack.enter_async_context(housekeeping.running(sessions, intake.sweep))
+    root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
+    folders = UploadFolders(root)
     try:
-        root = settings.quarantine_dir or quarantines.default_root(settings.store_url)
         quarantine = stack.enter_context(quarantines.Quarantine.opened(root))
     except OSError as error:
         raise ValueError(
             f"LORAPLEX_QUARANTINE_DIR: uploads cannot be kept there meanwhile ({error})"
         ) from error
+    rules = ImportRules.parse(
+        settings.import_sources, has_hub_token=settings.import_hub_token is not None
+    )
+    runner = ImportRunner(
+        sessions,
+        intake,
+        quarantine,
+        rules,
+        _source_opener(settings),
+        max_model_bytes=settings.max_adapter_bytes,
+        times=ImportTimes(transfer_s=settings.import_timeout_s),
+    )
+    await stack.enter_async_context(runner.running())
+
+    async def sweep() -> None:
+        await intake.sweep()
+        await upload_sessions.sweep(sessions, folders)
+        await runner.sweep()
+
+    await stack.enter_async_context(housekeeping.running(sessions, sweep))
     redis = None
     if redis_url is not None:
         redis = DeadlineRedis(redis_url, RedisMetrics(metrics.registry))
@@ -196,6 +236,10 @@ async def _open(
         fleet=fleet,
         intake=intake,
         quarantine=quarantine,
+        uploads=folders,
+        import_rules=rules,
+        imports=runner,
+        store_watch=store_watch,
         playground=playground,
         passwords=passwords,
         metrics=metrics,
@@ -207,6 +251,29 @@ async def _open(
         webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
         webhook_rules=OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks))),
     )
+
+
+def _source_opener(settings: ControlSettings) -> Callable[[str, str], Source]:
+    """What reads a source of each kind.
+
+    Raises:
+        ValueError: the hub's address is not safe to speak to.
+    """
+    hub_url = settings.import_hub_url
+    if not is_secure(hub_url):
+        raise ValueError("LORAPLEX_IMPORT_HUB_URL: it must be an https URL.")
+    token = settings.import_hub_token
+    hosts = [host.strip() for host in settings.import_hub_hosts.split(",") if host.strip()]
+
+    def open_source(source: str, root: str) -> Source:
+        if source.startswith("file:"):
+            return FolderSource(source, root)
+        if source.startswith("hf:"):
+            secret = None if token is None else token.get_secret_value()
+            return HubSource(parse_hub(source), hub_url=hub_url, hosts=hosts, token=secret)
+        return BucketSource(source)
+
+    return open_source
 
 
 def _oidc(settings: ControlSettings, client: httpx.AsyncClient) -> OidcProvider | None:

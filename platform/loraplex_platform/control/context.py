@@ -18,8 +18,12 @@ from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
 from loraplex_platform.rates.redis_client import DeadlineRedis
+from loraplex_platform.registry.imports import ImportRunner
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.sources.rules import ImportRules
+from loraplex_platform.registry.store_watch import StoreWatch
+from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.users.oidc import OidcProvider
 from loraplex_platform.users.passwords import Passwords
@@ -37,6 +41,10 @@ class ControlContext:
     fleet: EngineFleet
     intake: AdapterIntake
     quarantine: Quarantine
+    uploads: UploadFolders
+    import_rules: ImportRules
+    imports: ImportRunner
+    store_watch: StoreWatch
     playground: Playground
     passwords: Passwords
     metrics: ControlMetrics

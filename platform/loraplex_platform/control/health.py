@@ -34,10 +34,15 @@ async def live() -> dict[str, str]:
 
 @router.get("/ready", responses={503: {"description": "The database cannot be reached."}})
 async def ready(context: Context) -> Response:
-    """The database answers. Engines and Redis may be down: most of this API works without."""
+    """The database answers. Engines, Redis and the adapter store may be down: most works without.
+
+    `adapter_store` says how that was at the last look, `ok` or `unavailable`: without it nothing can be
+    uploaded.
+    """
     is_ready = await _answers(context)
     status = "ok" if is_ready else "database_unavailable"
-    return JSONResponse({"status": status}, 200 if is_ready else 503)
+    store = "ok" if context.store_watch.is_reachable else "unavailable"
+    return JSONResponse({"status": status, "adapter_store": store}, 200 if is_ready else 503)
 
 
 async def _answers(context: ControlContext) -> bool:

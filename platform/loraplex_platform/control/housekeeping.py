@@ -27,10 +27,10 @@ INTERVAL_S = 600.0
 
 @contextlib.asynccontextmanager
 async def running(
-    sessions: SessionFactory, sweep_store: Callable[[], Awaitable[int]]
+    sessions: SessionFactory, sweep_files: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Tidy in the background for as long as the block lasts."""
-    task = asyncio.create_task(_tidy_forever(sessions, sweep_store), name="housekeeping")
+    task = asyncio.create_task(_tidy_forever(sessions, sweep_files), name="housekeeping")
     try:
         yield
     finally:
@@ -52,14 +52,14 @@ async def tidy(session: AsyncSession) -> None:
 
 
 async def _tidy_forever(
-    sessions: SessionFactory, sweep_store: Callable[[], Awaitable[int]]
+    sessions: SessionFactory, sweep_files: Callable[[], Awaitable[None]]
 ) -> None:
     while True:
         await asyncio.sleep(INTERVAL_S)
         try:
             async with sessions.begin() as session:
                 await tidy(session)
-            await sweep_store()
+            await sweep_files()
         except UnavailableError as error:
             log.warning("housekeeping_skipped", reason=error.message)
         except Exception as error:  # noqa: BLE001 - one odd failure must not end all later rounds

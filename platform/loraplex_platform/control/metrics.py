@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 
@@ -29,6 +29,11 @@ class ControlMetrics:
             "loraplex:control_logins",
             "Logins by outcome.",
             ["outcome"],
+            registry=self.registry,
+        )
+        self.store_up = Gauge(
+            "loraplex:control_adapter_store_up",
+            "Whether the adapter store could be reached when it was last looked at.",
             registry=self.registry,
         )
         self.uploads = Counter(

@@ -93,7 +93,9 @@ class RequestMiddleware:
                 await _send_too_large(send_with_headers, limit)
                 return
             try:
-                await self._app(scope, _capped(receive, limit), send_with_headers)
+                await self._app(
+                    _as_get(scope), _capped(receive, limit), _bodiless(scope, send_with_headers)
+                )
             except BodyTooLargeError:
                 if status:
                     raise
@@ -128,6 +130,27 @@ class RequestMiddleware:
             status=status or 499,
             elapsed_ms=round(elapsed_s * 1000, 1),
         )
+
+
+def _as_get(scope: Scope) -> Scope:
+    """HEAD asks for the headers of GET: one route serves both."""
+    if scope["method"] == "HEAD":
+        scope["method"] = "GET"
+        scope["state"]["is_head"] = True
+    return scope
+
+
+def _bodiless(scope: Scope, send: Send) -> Send:
+    """`send` without the body, where HEAD asked."""
+    if not scope["state"].get("is_head"):
+        return send
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_head
 
 
 def _capped(receive: Receive, limit: int) -> Receive:

@@ -40,6 +40,7 @@ from loraplex_platform.db.registry import (
     DeploymentRevision,
 )
 from loraplex_platform.db.retries import IdempotentRequest
+from loraplex_platform.db.sources import AdapterImport, AdapterUpload
 from loraplex_platform.db.tenancy import (
     ApiKey,
     ApiKeySecret,
@@ -57,6 +58,8 @@ from loraplex_platform.db.webhooks import Webhook, WebhookDelivery
 __all__ = [
     "Adapter",
     "AdapterHoursProgress",
+    "AdapterImport",
+    "AdapterUpload",
     "AdapterVersion",
     "AlertFired",
     "ApiKey",

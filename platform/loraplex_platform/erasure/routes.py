@@ -34,7 +34,7 @@ async def delete_tenant(
     """
     erased = await service.erase(session, request.state.actor, tenant_id, confirm)
     # After the commit: files cannot be rolled back.
-    background.add_task(service.remove_files, context.intake, erased.digests)
+    background.add_task(service.remove_files, context.intake, context.uploads, erased)
     return Deletion(
         tenant_id=format_id("tenant", tenant_id),
         removed=erased.removed,

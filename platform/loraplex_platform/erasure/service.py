@@ -1,7 +1,8 @@
 """Deleting a tenant: what is theirs goes at once, what the law wants of a business stays.
 
 Gone: keys and their secrets' MACs, memberships, people who belong to no other tenant, invitations,
-grants, webhooks with their deliveries, stored answers, refusals, probe reports of adapters, and every
+grants, webhooks with their deliveries, stored answers, refusals, probe reports of adapters, imports, unfinished
+uploads with their bytes, and every
 name (tenant, keys, projects, model ids, adapters), which become `deleted-...`. Adapter files go from the
 store unless another tenant has uploaded the same ones.
 
@@ -13,6 +14,7 @@ go with the cache.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
@@ -25,7 +27,9 @@ from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.errors import ConflictError, InvalidRequestError
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import format_id
+from loraplex_platform.registry import source_queries
 from loraplex_platform.registry.service import AdapterIntake
+from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.tenancy import service as tenancy
 
 log = structlog.get_logger(__name__)
@@ -44,6 +48,7 @@ class Erased:
 
     removed: dict[str, int]
     digests: tuple[str, ...]
+    uploads: tuple[UUID, ...] = ()  # unfinished ones, whose bytes are on disk
 
 
 async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: str) -> Erased:
@@ -66,6 +71,8 @@ async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: s
             param="confirm",
         )
     digests = await _own_digests(session, tenant_id)
+    uploads = await source_queries.delete_uploads(session, tenant_id=tenant_id)
+    await source_queries.delete_imports(session, tenant_id=tenant_id)
     row = await session.execute(text("select loraplex_erase_tenant(:id)"), {"id": tenant_id})
     removed: dict[str, int] | None = row.scalar_one()
     if removed is None:
@@ -83,17 +90,19 @@ async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: s
     )
     # What is loaded of it is history.
     session.expire_all()
-    return Erased(removed, digests)
+    return Erased(removed, digests, tuple(uploads))
 
 
-async def remove_files(intake: AdapterIntake, digests: tuple[str, ...]) -> int:
-    """Delete adapter files that nobody else has; how many went.
+async def remove_files(intake: AdapterIntake, folders: UploadFolders, erased: Erased) -> int:
+    """Delete unfinished uploads and adapter files that nobody else has; how many of these went.
 
     One that was uploaded within the hour may be on its way to another tenant: the store's sweep looks
     again, as it does for what fails here.
     """
+    for upload_id in erased.uploads:
+        await asyncio.to_thread(folders.remove, upload_id)
     count = 0
-    for digest in digests:
+    for digest in erased.digests:
         try:
             count += await intake.forget(digest)
         except OSError as error:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path, Request, Response
-from fastapi.responses import JSONResponse
 
-from loraplex_platform.control.context import Context, ControlContext, DbSession
-from loraplex_platform.control.idempotency import Idempotency
+from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.paging import Paging, fetch, to_list
 from loraplex_platform.control.permissions import requires
-from loraplex_platform.control.routing import StreamedRoute, admin_router, in_transaction, run_once
+from loraplex_platform.control.routing import StreamedRoute, admin_router
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Adapter, BaseModel, Deployment
 from loraplex_platform.errors import PlatformError
@@ -25,8 +23,8 @@ from loraplex_platform.registry.schemas import (
     show_adapter,
     show_base_model,
     show_deployment,
-    show_upload,
 )
+from loraplex_platform.registry.storing import store
 from loraplex_platform.tenancy import service as tenancy
 from loraplex_platform.tenancy.routes import Owner, TenantUuid
 
@@ -118,34 +116,12 @@ async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Conte
         async with upload.receive(
             request, context.quarantine, max_model_bytes=context.settings.max_adapter_bytes
         ) as received:
-            response = await _store(request, context, tenant_id, received)
+            response = await store(request, context, tenant_id, received)
     except PlatformError as error:
         context.metrics.uploads.labels(error.error_code or "failed").inc()
         raise
     context.metrics.uploads.labels("stored" if response.status_code == 201 else "known").inc()
     return response
-
-
-async def _store(
-    request: Request, context: ControlContext, tenant_id: TenantUuid, received: upload.Upload
-) -> Response:
-    vetted: service.Stored | service.Vetted | None = None
-
-    async def keep(_: Request) -> Response:
-        nonlocal vetted
-        if vetted is None:
-            vetted = await context.intake.vet(tenant_id, received)
-        stored = vetted
-        if isinstance(stored, service.Vetted):
-            session = request.state.session
-            stored = await context.intake.keep(session, request.state.actor, tenant_id, stored)
-        shown = show_upload(stored.adapter, stored.version).model_dump(mode="json")
-        return JSONResponse(shown, 201 if stored.is_new else 200)
-
-    keyed = Idempotency.of(context.sessions, request.state.principal.name, request)
-    if keyed is None:
-        return await in_transaction(request, keep)
-    return await run_once(request, keyed, received.fingerprint, lambda: keep(request))
 
 
 @adapters_router.get("")

@@ -58,6 +58,39 @@ class ProbeResource(Schema):
     max_logprob_difference: float
 
 
+class ModuleMemoryResource(Schema):
+    """All modules of one name."""
+
+    module: str
+    layers: int
+    rank: int
+    parameters: int
+    bytes_per_rank: int = Field(
+        description="Of one rank of one of them in bfloat16; float32: twice."
+    )
+
+
+class MemoryResource(Schema):
+    """An estimate of what the adapter takes of an engine's memory, by the model's dtype."""
+
+    modules: list[ModuleMemoryResource]
+    cpu_bytes: dict[str, tuple[int, int]] = Field(
+        description="On a CPU, from the least to the most: it depends on the CPU's instructions."
+    )
+    gpu_host_bytes: dict[str, int] = Field(description="Of the host's memory, beside a GPU's slot.")
+    gpu_slot_bytes: dict[str, int] = Field(
+        description="Of a GPU's slot: sized for the largest rank that is served, whatever this one's is."
+    )
+
+
+class OverheadResource(Schema):
+    """What one more adapter in a decoding step costs, in percent of a step of one row of the base."""
+
+    low_percent: float
+    high_percent: float
+    source: str = Field(description="Where the two figures come from.")
+
+
 class ReportResource(Schema):
     """What was checked and seen when the version was uploaded."""
 
@@ -67,6 +100,13 @@ class ReportResource(Schema):
     parameters: int
     norms: NormsResource
     probe: ProbeResource | None = Field(description="null: it was uploaded without.")
+    source: str | None = Field(
+        default=None, description="Where it was imported from, pinned; null: it was uploaded."
+    )
+    memory: MemoryResource | None = Field(
+        default=None, description="null: it was uploaded before there was an estimate."
+    )
+    overhead: OverheadResource | None = None
 
 
 class VersionResource(Resource):

@@ -252,6 +252,9 @@ def _report(upload: Upload, verdict: Verdict, probe: dict[str, Any] | None) -> d
         "parameters": verdict.parameters,
         "norms": {"max": verdict.max_norm},
         "probe": probe,
+        "source": upload.source,
+        "memory": verdict.memory,
+        "overhead": verdict.overhead,
     }
 
 

@@ -46,6 +46,7 @@ class Upload:
     chat_template_sha256: str | None
     is_probed: bool  # asked some questions beside the base, before it becomes a version
     fingerprint: bytes  # of everything above
+    source: str | None = None  # where it was imported from, pinned; None: somebody sent it
 
 
 @dataclass

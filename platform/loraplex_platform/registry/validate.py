@@ -15,11 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from loraplex_engine.artifact import (
     AdapterLimits,
     ArtifactError,
     ModelShape,
     check_fits,
+    estimate_memory,
+    estimate_overhead,
     read_adapter,
 )
 
@@ -73,6 +76,8 @@ def check(folder: Path, base_config: Path, limits: AdapterLimits) -> dict[str, A
         "matched_modules": fit.matched_modules,
         "total_modules": fit.total_modules,
         "checks": checks,
+        "memory": msgspec.to_builtins(estimate_memory(artifact, shape, max_rank=limits.max_rank)),
+        "overhead": msgspec.to_builtins(estimate_overhead(artifact, shape)),
     }
 
 

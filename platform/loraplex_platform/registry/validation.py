@@ -44,6 +44,8 @@ class Verdict:
     matched_modules: int
     total_modules: int
     checks: list[dict[str, Any]]
+    memory: dict[str, Any]  # as `artifact.AdapterMemory`
+    overhead: dict[str, Any]  # as `artifact.AdapterOverhead`
 
 
 class Validator:

@@ -33,6 +33,10 @@ EXCEPTIONS = {
     ("POST", "/admin/v1/price-books/{book_id}/preview"): "computes what would have been paid",
     ("POST", "/admin/v1/price-books/{book_id}/quote"): "computes what a request would cost",
     ("POST", f"{TENANT}/playground"): "asks the gateway as a tenant does; its key is audited",
+    (
+        "PATCH",
+        f"{TENANT}/adapter-uploads/{{upload_id}}/files/{{file_name}}",
+    ): "adds bytes to an upload whose making is audited, as its end is",
     ("POST", "/login"): "the form of POST /sessions",
     ("POST", "/join"): "the form of POST /invitations/accept",
     ("POST", "/logout"): "the form of DELETE /sessions/current",
@@ -46,6 +50,7 @@ async def stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncItera
         "webhook_key": "webhook-key-for-tests-0123456789abcdef",
         "issuer_name": "Loraplex Ltd",
         "issuer_address": "1 Road|City",
+        "import_sources": "file:///nowhere/",
     }
     async with Stand.open(db_url, redis_url, short_tmp_path, **options) as stand:
         yield stand
@@ -178,6 +183,31 @@ async def _people(walk: Walk) -> None:
     await walk.step("DELETE", f"{TENANT}/members/{{user_id}}")
 
 
+async def _uploads(walk: Walk, files: stands.AdapterFiles) -> None:
+    parts = {"adapter_config.json": files.config, "adapter_model.safetensors": files.model}
+    plan = {
+        "name": "capitals",
+        "files": [{"name": name, "size_bytes": len(data)} for name, data in parts.items()],
+    }
+    for end in ("complete", ""):
+        await walk.step("POST", f"{TENANT}/adapter-uploads", json=plan, keep="upload_id")
+        upload = f"{TENANT}/adapter-uploads/{{upload_id}}"
+        if not end:
+            await walk.step("DELETE", upload)
+            return
+        for name, data in parts.items():
+            sent = await walk.stand.admin.patch(
+                f"{upload}/files/{name}".format(**walk.ids),
+                content=data,
+                headers={
+                    "content-type": "application/offset+octet-stream",
+                    "upload-offset": "0",
+                },
+            )
+            assert sent.status_code == 204, sent.text
+        await walk.step("POST", f"{upload}/complete")
+
+
 async def _models(walk: Walk) -> None:
     files = stands.adapter()
     uploaded = await walk.step(
@@ -191,6 +221,12 @@ async def _models(walk: Walk) -> None:
     )
     version = uploaded.json()["version"]
     walk.ids |= {"name": "capitals", "digest": version["digest"]}
+    await _uploads(walk, files)
+    await walk.step(
+        "POST",
+        f"{TENANT}/adapters/import",
+        json={"name": "fetched", "source": "file:///nowhere/x"},
+    )
     await walk.step("PUT", f"{TENANT}/deployments/{{name}}", json={"version_id": version["id"]})
     await walk.step("PUT", "/admin/v1/fleet/pins/{digest}")
     await walk.step("DELETE", "/admin/v1/fleet/pins/{digest}")

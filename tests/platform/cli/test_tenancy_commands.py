@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import structlog
 from loraplex_platform.errors import (
     DisabledKeyError,
     ExpiredKeyError,
@@ -47,19 +46,6 @@ class Terminal:
 
     async def holder(self, secret: str) -> Authenticated:
         return await authenticate(self.stand.db.sessions, PEPPER, secret)
-
-
-def _drop(*_: object) -> structlog.typing.EventDict:
-    raise structlog.DropEvent
-
-
-@pytest.fixture
-def _quiet_server() -> Iterator[None]:
-    """The server is in this process: its log must not be taken for what a command prints."""
-    before = structlog.get_config()
-    structlog.configure(processors=[_drop])
-    yield
-    structlog.configure(**before)
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ from schemathesis import Case
 from tests.platform.control.stand import ADMIN_KEY, Stand
 from tests.platform.control.test_playground import serving
 
+# Bytes of an upload in pieces, under tus's name for them.
+schemathesis.serializer.alias("application/offset+octet-stream", "application/octet-stream")
+
 EXAMPLES = 6
 BUDGET_S = 20.0
 # Down on purpose here; said so, with when to come back.

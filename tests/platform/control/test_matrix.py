@@ -7,6 +7,7 @@ byte, and none of its ids may have been in any answer.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -61,6 +62,21 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/admin/v1/tenants/{tenant_id}/playground"): {
         "json": {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     },
+    ("POST", "/admin/v1/tenants/{tenant_id}/adapter-uploads"): {
+        "json": {
+            "name": "by-{n}",
+            "files": [
+                {"name": "adapter_config.json", "size_bytes": 1},
+                {"name": "adapter_model.safetensors", "size_bytes": 1},
+            ],
+        }
+    },
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/adapter-uploads/{upload_id}/files/{file_name}"): {
+        "headers": {"content-type": "application/offset+octet-stream", "upload-offset": "0"}
+    },
+    ("POST", "/admin/v1/tenants/{tenant_id}/adapters/import"): {
+        "json": {"name": "by-{n}", "source": "file:///nowhere/acme/{n}"}
+    },
     ("POST", "/admin/v1/users"): {
         "json": {"email": "by-{n}@example.org", "password": "long enough pw", "role": "viewer"}
     },
@@ -96,7 +112,8 @@ class Caller:
 @pytest.fixture
 async def stand(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncIterator[Stand]:
     """With webhooks, which need a key."""
-    async with Stand.open(db_url, redis_url, short_tmp_path, webhook_key=WEBHOOK_KEY) as opened:
+    options = {"webhook_key": WEBHOOK_KEY, "import_sources": "file:///nowhere/{tenant}/"}
+    async with Stand.open(db_url, redis_url, short_tmp_path, **options) as opened:
         yield opened
 
 
@@ -143,6 +160,17 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "webhook_id": await made(
             "webhooks", {"url": "https://hooks.example.com/", "topics": ["alert"]}
         ),
+        "upload_id": await made(
+            "adapter-uploads",
+            {
+                "name": f"{slug}-adapter",
+                "files": [
+                    {"name": "adapter_config.json", "size_bytes": 5},
+                    {"name": "adapter_model.safetensors", "size_bytes": 5},
+                ],
+            },
+        ),
+        "import_id": await _add_import(stand, path, slug),
         "chain": tenant_id,
         "seq": "1",
     }
@@ -443,6 +471,19 @@ async def _add_limit(stand: Stand, tenant_id: str) -> str:
     answer = await stand.admin.post("/admin/v1/limits", json=body)
     assert answer.status_code == 201, answer.text
     return str(answer.json()["id"])
+
+
+async def _add_import(stand: Stand, path: str, slug: str) -> str:
+    """One that has ended: nothing of it changes any more."""
+    body = {"name": "x", "source": f"file:///nowhere/{slug}/x"}
+    answer = await stand.admin.post(f"{path}/adapters/import", json=body)
+    assert answer.status_code == 202, answer.text
+    job = answer.json()
+    async with asyncio.timeout(30):
+        while job["state"] != "failed":
+            await asyncio.sleep(0.05)
+            job = (await stand.admin.get(f"{path}/adapter-imports/{job['id']}")).json()
+    return str(job["id"])
 
 
 def _last_month() -> str:

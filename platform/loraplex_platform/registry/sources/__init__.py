@@ -1,0 +1,1 @@
+"""Where adapters may be imported from: rules of what is allowed, and one reader per kind of place."""
