@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.errors import ConflictError, InvalidRequestError
+from loraplex_platform.evals import queries as eval_queries
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry.service import AdapterIntake
@@ -66,10 +67,12 @@ async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: s
             param="confirm",
         )
     digests = await _own_digests(session, tenant_id)
+    evals = await eval_queries.erase(session, tenant_id)
     row = await session.execute(text("select loraplex_erase_tenant(:id)"), {"id": tenant_id})
     removed: dict[str, int] | None = row.scalar_one()
     if removed is None:
         raise ConflictError("This tenant has been deleted already.", code="tenant_deleted")
+    removed |= {kind: count for kind, count in evals.items() if count}
     record(
         session,
         actor,
