@@ -1,16 +1,15 @@
 """Fixtures for every test: a Postgres, a Redis, and folders short enough for unix sockets.
 
 The libraries below torch get the settings that an engine gives them. SIGTERM is answered as Ctrl-C, so
-that a run that is told to end leaves neither folders nor processes (a killed one: folders).
+that a run that is told to end leaves neither folders nor processes (a killed one: folders, which a later
+run deletes).
 Without an NVIDIA device Triton kernels run interpreted, in numpy. Triton reads that when it is first imported.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import structlog
 from loraplex_engine.numerics_environment import prepare_numerics
 
 from tests.support.distribution import GroupScheduling, order_of
+from tests.support.folders import delete_leftovers, short_folder
 
 if TYPE_CHECKING:
     from loraplex_platform.db.session import Database
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 prepare_numerics()
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_sessionstart() -> None:
+    """Of whoever was killed before."""
+    delete_leftovers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,17 +66,15 @@ def _end_as_by_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 @pytest.fixture(scope="session")
 def session_folder() -> Iterator[Path]:
     """A folder with a short name: unix socket paths end at 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
 def short_tmp_path() -> Iterator[Path]:
     """Like `tmp_path`, but short enough for sockets in it."""
-    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_folder() as folder:
+        yield folder
 
 
 # The servers' modules are imported inside: tests of the engine alone need no database driver.

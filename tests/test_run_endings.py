@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.folders import delete_leftovers
 from tests.support.processes import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +52,11 @@ async def test_loop(postgres, redis_url, short_tmp_path):
     ids=["term", "term-loop", "term-xdist", "kill"],
 )
 def test_a_run_that_is_told_to_end_leaves_nothing(
-    test: str, number: signal.Signals, flags: list[str], short_tmp_path: Path
+    test: str,
+    number: signal.Signals,
+    flags: list[str],
+    short_tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ready, temporary = short_tmp_path / "ready", short_tmp_path / "t"
     temporary.mkdir()
@@ -80,8 +86,10 @@ def test_a_run_that_is_told_to_end_leaves_nothing(
         run.wait(60)
 
         wait_until(lambda: not any(map(is_alive, pids)), deadline_s=60)
-        if number != signal.SIGKILL:
-            assert list(temporary.glob("lpx-*")) == [], output_file.read_text()
+        if number == signal.SIGKILL:
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+            delete_leftovers(min_age_s=0.0)  # as the next run does
+        assert list(temporary.glob("lpx-*")) == [], output_file.read_text()
     finally:
         run.kill()
         run.wait()

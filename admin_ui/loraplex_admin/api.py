@@ -208,6 +208,7 @@ class UsageRow(TypedDict, total=False):
     cached_tokens: int
     completion_tokens: int
     absorbed_tokens: int
+    adapter_seconds: int
     cost_usd: str
 
 

@@ -396,10 +396,24 @@ class EngineClient:
         return reply.stats
 
     async def query_usage(
-        self, request_id: str, attempt: int, timeout_s: float = QUERY_TIMEOUT_S
+        self,
+        request_id: str,
+        attempt: int,
+        *,
+        gateway_id: str | None = None,
+        timeout_s: float = QUERY_TIMEOUT_S,
     ) -> UsageReply:
-        """What became of an attempt, also of an earlier incarnation. Raises `EngineLostError`."""
-        query = UsageQuery(query_id=next(self._query_ids), request_id=request_id, attempt=attempt)
+        """What became of an attempt, also of an earlier incarnation, and whether its gateway is there.
+
+        Raises:
+            EngineLostError: no answer in time.
+        """
+        query = UsageQuery(
+            query_id=next(self._query_ids),
+            request_id=request_id,
+            attempt=attempt,
+            gateway_id=gateway_id,
+        )
         return await self._ask(query, UsageReply, timeout_s)
 
     async def read_journal(

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
@@ -522,11 +522,20 @@ class GatewayPort:
         self._submit(Abort(request_id=key[0], attempt=key[1], is_platform_fault=True))
 
     def _find_usage(self, query: UsageQuery) -> UsageReply:
+        is_connected = any(
+            gateway.gateway_id == query.gateway_id for gateway in self._gateways.values()
+        )
+        entry = None
         if (query.request_id, query.attempt) in self._live:
-            return UsageReply(query_id=query.query_id, state="running")
-        entry = self._journal.find(query.request_id, query.attempt)
+            state: Literal["running", "finished", "unknown"] = "running"
+        else:
+            entry = self._journal.find(query.request_id, query.attempt)
+            state = "finished" if entry else "unknown"
         return UsageReply(
-            query_id=query.query_id, state="finished" if entry else "unknown", entry=entry
+            query_id=query.query_id,
+            state=state,
+            entry=entry,
+            is_gateway_connected=is_connected,
         )
 
     # ------------------------------------------------------------------ events

@@ -135,11 +135,15 @@ class UnpinAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unpin_adapter
 
 
 class UsageQuery(msgspec.Struct, frozen=True, kw_only=True, tag="usage_query"):
-    """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`."""
+    """Ask what became of (request_id, attempt): the sweeper's question. Answer: `UsageReply`.
+
+    `gateway_id`: whose request it is; whether that gateway is still here is answered too.
+    """
 
     query_id: int
     request_id: str
     attempt: int
+    gateway_id: str | None = None
 
 
 class JournalQuery(msgspec.Struct, frozen=True, kw_only=True, tag="journal_query"):
@@ -286,11 +290,15 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, frozen=True, kw_only=True, tag="usage_reply"):
-    """`running`: still in this engine; `finished`: `entry` is set; `unknown`: never seen or lost."""
+    """`running`: still in this engine; `finished`: `entry` is set; `unknown`: never seen or lost.
+
+    `is_gateway_connected`: the gateway that was asked for was heard of in the last `GATEWAY_TIMEOUT_S`.
+    """
 
     query_id: int
     state: Literal["running", "finished", "unknown"]
     entry: JournalEntry | None = None
+    is_gateway_connected: bool = False
 
 
 class JournalReply(msgspec.Struct, frozen=True, kw_only=True, tag="journal_reply"):

@@ -212,8 +212,14 @@ class AdminClient:
         """Limits and what is used of them; of all tenants and the platform if none is named."""
         return self._pages("/limits", {} if tenant_id is None else {"tenant_id": tenant_id})
 
+    def effective_limits(self, key_id: str, deployment_id: str | None = None) -> list[Json]:
+        """All limits that bind a key, and with `deployment_id` its requests for that model."""
+        params = {"key_id": key_id, "deployment_id": deployment_id}
+        wanted = {name: value for name, value in params.items() if value is not None}
+        return cast(list[Json], self._json("GET", "/limits/effective", params=wanted)["data"])
+
     def create_limit(self, body: Json) -> Json:
-        """A new limit, as `POST /limits` takes it."""
+        """A new limit, as `POST /limits` takes it. Counting what was used may take a while."""
         return self._json("POST", "/limits", json=body)
 
     def update_limit(self, limit_id: str, changes: Json) -> Json:

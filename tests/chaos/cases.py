@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from loraplex_engine.client import ENGINE_SILENCE_S
 from loraplex_platform.gateway.failpoints import Point
 
 from tests.chaos.world import (
@@ -50,6 +51,7 @@ class Case:
         limit: of the tenant, in tokens.
         may_be_billed: which requests beside whole answers; no others are. Who pays for an answer that
             was made and perhaps not heard is decided in docs/adr/0004.
+        may_be_given_away: of two faults at once: the platform may pay for answers that were delivered.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     recovers_s: float = LEASE_S + 8.0
     limit: int = 10_000_000
     may_be_billed: frozenset[Unheard] = frozenset()
+    may_be_given_away: bool = False
 
 
 BROKEN: frozenset[Unheard] = frozenset({"broken"})
@@ -133,7 +136,7 @@ def _add_kills() -> None:
 _add_kills()
 
 
-@case("kill -9 of a gateway with 40 in flight, two sweepers", may_be_billed=BROKEN)
+@case("kill -9 of a gateway with 40 in flight, two sweepers")
 async def two_sweepers(world: World) -> list[Answer]:
     """Both find the same requests due at the same moment."""
     world.speak(token_delay_s=0.2)
@@ -159,10 +162,21 @@ async def frozen_gateway(world: World) -> list[Answer]:
 @case("a gateway that stands still before it dispatches, for longer than its lease")
 async def frozen_before_dispatch(world: World) -> list[Answer]:
     """What it held is void and perhaps given to others by then: it must not run."""
+    return await _freeze_at(world, "before_dispatch")
+
+
+@case("a gateway that stands still between its last look at the lease and the engine")
+async def frozen_before_send(world: World) -> list[Answer]:
+    """The engine runs what is void; nobody hears a word of it."""
+    return await _freeze_at(world, "before_send")
+
+
+async def _freeze_at(world: World, point: str) -> list[Answer]:
     world.speak()
-    async with world.gateway(failpoint=f"before_dispatch:stall({LEASE_S + 3.0})#2") as gateway:
+    async with world.gateway(failpoint=f"{point}:stall({LEASE_S + 3.0})#2") as gateway:
         answers = await world.ask_many([gateway], 4)
     assert any(answer.status == 503 for answer in answers), told(answers)
+    assert all(answer.is_whole for answer in answers if answer.status == 200), told(answers)
     return answers
 
 
@@ -258,6 +272,22 @@ async def lost_answer(world: World) -> list[Answer]:
     return [lost, again]
 
 
+@case("an answer that broke off is asked for again under its Idempotency-Key, of another gateway")
+async def absorbed_answer(world: World) -> list[Answer]:
+    """The gateway dies before the books are closed: absorbed, and the key is free again."""
+    world.speak()
+    key = {"Idempotency-Key": f"broke-off-{random.getrandbits(64)}"}
+    async with world.gateway() as second:
+        async with world.gateway(failpoint="before_tx2:kill") as first:
+            lost = await world.ask(first, headers=key)
+        at_once = await world.ask(second, headers=key)
+        await eventually(lambda: _is_quiet(world), "the sweeper's end")
+        again = await world.ask(second, headers=key)
+    assert at_once.code == "idempotency_in_progress", at_once
+    assert again.is_whole, again
+    return [lost, at_once, again]
+
+
 # ---------------------------------------------------------------------------- engines
 
 
@@ -295,6 +325,25 @@ async def _has_engine(gateway: ProcessUnderTest) -> bool:
     return bool((await gateway.ready())["engines_ready"])
 
 
+@case("network cut between gateway and engine", recovers_s=25.0)
+async def engine_cut(world: World) -> list[Answer]:
+    """Nobody is told: the silence is noticed, what ran is absorbed, and it is found again."""
+    world.speak(token_delay_s=0.5)
+    async with world.between_engine() as proxy, world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 8))
+        await world.has_running(8)
+        proxy.cut()
+        answers = await asking
+        proxy.heal()
+        world.speak()
+        await eventually(lambda: _has_engine(gateway), "the engine again")
+        after = await world.ask_many([gateway], 4)
+    assert {answer.code for answer in answers} == {"engine_lost"}, told(answers)
+    assert max(answer.elapsed_s for answer in answers) < ENGINE_SILENCE_S + 3.0 + SLACK_S
+    assert all(answer.is_whole for answer in after), told(after)
+    return answers + after
+
+
 @case("gateway and engine killed together")
 async def both_die(world: World) -> list[Answer]:
     """A double fault: what was seen by nobody is absorbed or void, never billed."""
@@ -325,6 +374,22 @@ async def redis_paused(world: World) -> list[Answer]:
     slowest_s = max(answer.elapsed_s for answer in answers)
     assert slowest_s < REDIS_WAIT_S + SLACK_S, slowest_s
     return answers
+
+
+@case("network cut between gateway and Redis")
+async def redis_cut(world: World) -> list[Answer]:
+    """As if it stood still, for this gateway alone; afterwards it is used again."""
+    world.speak()
+    async with world.between("redis") as (proxy, url), world.gateway(redis_url=url) as gateway:
+        before = await world.ask_many([gateway], 4)
+        proxy.cut()
+        answers = [await world.ask(gateway, is_stream=n % 2 == 0) for n in range(6)]
+        proxy.heal()
+        after = await world.ask_many([gateway], 6)
+    assert all(answer.is_whole for answer in before + answers + after), told(answers + after)
+    slowest_s = max(answer.elapsed_s for answer in answers)
+    assert slowest_s < REDIS_WAIT_S + SLACK_S, slowest_s
+    return before + answers + after
 
 
 @case("Redis killed and started empty")
@@ -404,6 +469,34 @@ async def postgres_killed(world: World) -> list[Answer]:
     return answers + refused + after
 
 
+@case("Postgres fails over to a synchronous standby under load", recovers_s=45.0)
+async def postgres_fails_over(world: World) -> list[Answer]:
+    """What was acknowledged is on the standby; what ended meanwhile is in the spool."""
+    standby = world.start_standby()
+    await eventually(lambda: _has_standby(world), "a synchronous standby")
+    world.speak(token_delay_s=0.02)
+    async with world.gateway() as gateway:
+        before = await world.ask_many([gateway], 8)
+        asking = asyncio.create_task(world.ask_many([gateway], 20))
+        await world.has_running(20)
+        await asyncio.to_thread(world.postgres.process.kill)  # type: ignore[union-attr] # our child
+        answers = await asking
+        refused = await world.ask_many([gateway], 4)
+        world.fail_over(standby)
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        after = await world.ask_many([gateway], 4)
+    whole = before + answers + after
+    assert all(answer.is_whole for answer in whole), told(whole)
+    assert not any(answer.is_whole for answer in refused), told(refused)
+    return whole + refused
+
+
+async def _has_standby(world: World) -> bool:
+    with world.owner() as owner:
+        found = owner.execute("select sync_state from pg_stat_replication").fetchall()
+    return found == [("sync",)]
+
+
 _TERMINATES = """
 create sequence chaos_count;
 create function chaos_terminate() returns trigger language plpgsql security definer as $$ begin
@@ -437,6 +530,77 @@ async def terminated(world: World) -> list[Answer]:
     assert codes <= {"database_unavailable"}, told(answers)
     assert sum(answer.is_whole for answer in answers) > 20, told(answers)
     return answers
+
+
+@case("the acknowledgement of TX1's COMMIT is lost, of every third")
+async def lost_tx1(world: World) -> list[Answer]:
+    """The second try finds its own reservation."""
+    return await _lose_replies(world, "loraplex_reserve")
+
+
+@case("the acknowledgement of TX2's COMMIT is lost, of every third", in_ci=True)
+async def lost_tx2(world: World) -> list[Answer]:
+    """The second try finds its own settlement: told, and billed once."""
+    return await _lose_replies(world, "loraplex_settle")
+
+
+async def _lose_replies(world: World, function: str) -> list[Answer]:
+    world.speak()
+    async with (
+        world.between("postgres") as (proxy, url),
+        world.gateway(database_url=url) as gateway,
+    ):
+        proxy.lose_replies_to(function, every=3)
+        answers = []
+        for _ in range(6):
+            answers += await world.ask_many([gateway], 4)
+        num_lost = proxy.num_lost
+        proxy.lose_replies_to(function, every=0)
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+    assert num_lost >= 6, num_lost
+    # A second try may lose its reply as well: then nothing was run, and the sweeper lets go of it.
+    codes = {answer.code for answer in answers if not answer.is_whole}
+    assert codes <= {"database_unavailable"}, told(answers)
+    assert sum(answer.is_whole for answer in answers) > 12, told(answers)
+    return answers
+
+
+@case("network cut between gateway and Postgres, for longer than the lease", recovers_s=25.0)
+async def postgres_cut(world: World) -> list[Answer]:
+    """What ends meanwhile is told, kept, and billed after; what would not end is ended as our fault."""
+    async with (
+        world.between("postgres") as (proxy, url),
+        world.gateway(database_url=url) as gateway,
+    ):
+        ending = await _begin(world, gateway, 10, token_delay_s=0.02)
+        lasting = await _begin(world, gateway, 4, token_delay_s=0.5)
+        proxy.cut()
+        answers = await ending
+        refused = await world.ask_many([gateway], 4)
+        ended = await lasting
+        spool = (await gateway.ready())["spool"]
+        proxy.heal()
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        world.speak()
+        after = await world.ask_many([gateway], 4)
+    assert all(answer.is_whole for answer in answers + after), told(answers + after)
+    assert {answer.status for answer in refused} == {503}, told(refused)
+    assert max(answer.elapsed_s for answer in refused) < DATABASE_DEADLINE_S + SLACK_S, refused
+    assert {answer.code for answer in ended} <= {"engine_lost", "engine_error"}, told(ended)
+    assert spool["writable"], spool
+    assert spool["pending"] >= 10, spool
+    return answers + refused + ended + after
+
+
+async def _begin(
+    world: World, gateway: ProcessUnderTest, count: int, *, token_delay_s: float
+) -> asyncio.Task[list[Answer]]:
+    """So many requests more, which run."""
+    world.speak(token_delay_s=token_delay_s)
+    running = world.engine.num_running
+    asking = asyncio.create_task(world.ask_many([gateway], count))
+    await world.has_running(running + count)
+    return asking
 
 
 # ---------------------------------------------------------------------------- the spool
@@ -574,6 +738,7 @@ async def large_race(world: World) -> list[Answer]:
 @case(
     "three gateways, 200 clients, a budget for 50; one gateway killed",
     limit=50 * (_PROMPT_TOKENS + RACE_TOKENS),
+    may_be_billed=BROKEN,
 )
 async def race_with_a_death(world: World) -> list[Answer]:
     """What the dead one held is free again within its lease."""
@@ -589,3 +754,122 @@ async def race_with_a_death(world: World) -> list[Answer]:
         await world.has_running(10)
         gateways[0].kill()
         return await asking
+
+
+# ---------------------------------------------------------------------------- two faults at once
+
+
+@case(
+    "a race for a budget; one gateway and Postgres killed",
+    limit=50 * (_PROMPT_TOKENS + RACE_TOKENS),
+    may_be_billed=BROKEN,
+    may_be_given_away=True,
+    recovers_s=60.0,
+)
+async def race_with_two_deaths(world: World) -> list[Answer]:
+    """No limit is passed; at most what the dead gateway had in its spool is given away."""
+    world.engine.script = says("x" * 100, end=False, token_delay_s=0.02)
+    async with AsyncExitStack() as stack:
+        gateways = await asyncio.gather(
+            *(stack.enter_async_context(world.gateway()) for _ in range(3))
+        )
+        asking = asyncio.create_task(world.ask_many(gateways, 100, max_tokens=RACE_TOKENS))
+        await world.has_running(10)
+        await asyncio.to_thread(world.postgres.process.kill)  # type: ignore[union-attr] # our child
+        gateways[0].kill()
+        answers = await asking
+        world.restart_postgres()
+        for gateway in gateways[1:]:
+            await eventually(
+                lambda gateway=gateway: _has_spooled(gateway, 0),  # type: ignore[misc]
+                "the spool's end",
+            )
+        return answers + await world.ask_many(gateways[1:], 60, max_tokens=RACE_TOKENS)
+
+
+@case(
+    "a race for a budget; one gateway killed and Redis flushed",
+    limit=50 * (_PROMPT_TOKENS + RACE_TOKENS),
+    may_be_billed=BROKEN,
+)
+async def race_with_a_death_and_no_redis(world: World) -> list[Answer]:
+    """Budgets know nothing of Redis."""
+    world.engine.script = says("x" * 100, end=False, token_delay_s=0.01)
+    async with AsyncExitStack() as stack:
+        gateways = await asyncio.gather(
+            *(
+                stack.enter_async_context(world.gateway(database_deadline_s=RACE_DEADLINE_S))
+                for _ in range(3)
+            )
+        )
+        asking = asyncio.create_task(world.ask_many(gateways, 200, max_tokens=RACE_TOKENS))
+        await world.has_running(10)
+        gateways[0].kill()
+        world.restart_redis()
+        return await asking
+
+
+@case("Postgres and Redis killed together", recovers_s=45.0)
+async def both_stores_die(world: World) -> list[Answer]:
+    """What runs is told and billed after; what is new hears 503 in time."""
+    world.speak(token_delay_s=0.02)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 12))
+        await world.has_running(12)
+        await asyncio.to_thread(world.postgres.process.kill)  # type: ignore[union-attr] # our child
+        world.restart_redis()
+        answers = await asking
+        refused = await world.ask_many([gateway], 4)
+        world.restart_postgres()
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        after = await world.ask_many([gateway], 4)
+    assert all(answer.is_whole for answer in answers + after), told(answers + after)
+    assert {answer.status for answer in refused} == {503}, told(refused)
+    assert max(a.elapsed_s for a in refused) < DATABASE_DEADLINE_S + REDIS_WAIT_S + SLACK_S, refused
+    return answers + refused + after
+
+
+@case("the engine is killed while Postgres stands still", recovers_s=25.0)
+async def engine_dies_without_postgres(world: World) -> list[Answer]:
+    """A fault is kept on disk like any ending."""
+    world.speak(token_delay_s=0.1)
+    async with world.gateway() as gateway:
+        asking = asyncio.create_task(world.ask_many([gateway], 8))
+        await world.has_running(8)
+        with paused(world.postgres.pid):
+            await world.engine.crash()
+            answers = await asking
+        await world.engine.start()
+        await eventually(lambda: _has_spooled(gateway, 0), "the spool's end")
+        await eventually(lambda: _has_engine(gateway), "the engine again")
+    assert {answer.code for answer in answers} == {"engine_lost"}, told(answers)
+    return answers
+
+
+@case(
+    "a gateway is cut off from Postgres and then killed",
+    may_be_given_away=True,
+    recovers_s=25.0,
+)
+async def cut_off_and_killed(world: World) -> list[Answer]:
+    """The stated bound: what only its spool knows is given away where nobody replays that in time."""
+    async with world.between("postgres") as (proxy, url):
+        async with world.gateway(database_url=url) as gateway:
+            ending = await _begin(world, gateway, 8, token_delay_s=0.02)
+            proxy.cut()
+            answers = await ending
+            gateway.kill()
+            await gateway.process.wait()
+        proxy.heal()
+        await eventually(lambda: _is_quiet(world), "the sweeper's end")
+    async with world.gateway() as heir:  # the spool comes too late, and changes nothing
+        await eventually(lambda: _count_spools(world.folder / "spool") <= 1, "the heir's end")
+        await eventually(lambda: _has_spooled(heir, 0), "the spool's end")
+    assert all(answer.is_whole for answer in answers), told(answers)
+    return answers
+
+
+async def _is_quiet(world: World) -> bool:
+    with world.owner() as owner:
+        row = owner.execute("select count(*) from requests where state = 'reserved'").fetchone()
+    return row == (0,)

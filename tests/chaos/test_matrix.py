@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,18 +11,16 @@ import pytest_asyncio
 from tests.chaos.cases import BROKEN, CASES, Case
 from tests.chaos.table import run_case
 from tests.chaos.world import World
+from tests.support.folders import short_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world() -> AsyncIterator[World]:
-    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
-    try:
+    with short_folder() as folder:
         async with World.open(folder) as opened:
             yield opened
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -12,35 +12,43 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+from urllib.parse import quote
 from uuid import UUID
 
 import httpx
 import psycopg
 import redis
-from loraplex_platform.db import LedgerEntry, migrate
+from loraplex_platform.db import LedgerEntry, Request, migrate
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.ids import uuid7
-from loraplex_platform.local.embedded import start_postgres, start_redis
+from loraplex_platform.local.embedded import _postgres_binaries, start_postgres, start_redis
 from loraplex_platform.local.server_process import EmbeddedServer
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.settings import MigrationSettings
+from loraplex_platform.worker.sweeper import SWEEPER
 from sqlalchemy import select
 
+from tests.chaos.proxy import Proxy
 from tests.platform.gateway import tiny_model
 from tests.platform.gateway.stand import BASE, add_base, announce, deploy, eventually, says
 from tests.support.fake_engine import FakeEngine
+from tests.support.limits import set_limit
 from tests.support.metering import PEPPER, Customer, add_customer
 from tests.support.postgres import SERVE_ROLE, database_settings, serving_url
 
 LEASE_S = 2.0
 GRACE_S = 0.5
+GATEWAY_TIMEOUT_S = 4.0  # a heartbeat takes three
 DATABASE_DEADLINE_S = 1.5
 START_DEADLINE_S = 120.0
 QUIET_DEADLINE_S = 90.0
@@ -65,6 +73,7 @@ class Answer:
     usage: tuple[int, int] | None = None
     request_id: UUID | None = None
     code: str | None = None
+    has_left: bool = False  # the client did, by itself
 
 
 # Requests without a whole answer: those whose clients were told of an error, and those whose
@@ -82,6 +91,7 @@ class Verdict:
     num_broken: int
     num_billed: int
     num_lost: int  # whole answers that are not billed as they say
+    num_given_away: int  # of those, such as the platform pays and the case says that it may
     num_unearned: int  # billed although the case says that such requests are not
     overspend: int  # tokens beyond the tenant's hard limit
     held: int  # tokens that are still held
@@ -93,8 +103,19 @@ class Verdict:
     @property
     def is_right(self) -> bool:
         """Nothing lost, nothing double, nothing overspent, all invariants."""
-        bad = (self.num_lost, self.num_unearned, self.overspend, self.held, self.difference)
-        return not any(bad) and not self.broken_invariants
+        return not self.flaws
+
+    @property
+    def flaws(self) -> list[str]:
+        """What is wrong, in words."""
+        counts = {
+            "lost": self.num_lost - self.num_given_away,
+            "billed and not delivered": self.num_unearned,
+            "tokens of overspend": self.overspend,
+            "tokens still held": self.held,
+            "tokens unaccounted for": self.difference,
+        }
+        return [f"{n} {what}" for what, n in counts.items() if n] + list(self.broken_invariants)
 
 
 @dataclass(slots=True)
@@ -135,8 +156,12 @@ class World:
     engine: FakeEngine
     customer: Customer | None = None
     limit: int = 0  # the customer's, in tokens
+    postgres_folder: Path = field(init=False)
     _gateway_number: int = field(default=0, init=False)
     _tenant_number: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.postgres_folder = self.folder / "pg"
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -158,7 +183,12 @@ class World:
                 open_database(database_settings(serving_url(postgres.url)))
             )
             await deploy(db, await add_base(db), None, BASE)
-            engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
+            engine = FakeEngine(
+                folder,
+                max_model_len=tiny_model.CONTEXT_LENGTH,
+                vocab_size=400,
+                gateway_timeout_s=GATEWAY_TIMEOUT_S,
+            )
             await stack.enter_async_context(engine)
             tiny_model.write(folder / "model")
             world = cls(folder, servers, db, engine)
@@ -232,10 +262,10 @@ class World:
     ) -> AsyncIterator[ProcessUnderTest]:
         port_file, log_file = self.folder / f"{name}.port", self.folder / f"{name}.log"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
-        own = settings | {
+        own = {
             "database_url": serving_url(self.postgres.url),
             "redis_url": self.redis.url,
-        }
+        } | settings
         environment = inherited | {f"LORAPLEX_{k.upper()}": str(v) for k, v in own.items()}
 
         def limit_files() -> None:
@@ -277,12 +307,74 @@ class World:
                         await asyncio.to_thread(announce, self.redis.url, self.engine)
             await asyncio.sleep(ANNOUNCE_S)
 
+    @contextlib.asynccontextmanager
+    async def between(
+        self, server: Literal["postgres", "redis"]
+    ) -> AsyncIterator[tuple[Proxy, str]]:
+        """A proxy before a server, and the URL that goes through it."""
+        target = self.servers[server].socket_path
+        url = self.redis.url if server == "redis" else serving_url(self.postgres.url)
+        folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="p"))
+        async with Proxy(folder / target.name, target) as proxy:
+            yield proxy, url.replace(quote(str(target.parent)), quote(str(folder)))
+
+    @contextlib.asynccontextmanager
+    async def between_engine(self) -> AsyncIterator[Proxy]:
+        """The same for all that connect to the engine from now on."""
+        address = self.engine.address
+        path = self.folder / "engine-proxy.sock"
+        async with Proxy(path, Path(address.removeprefix("ipc://"))) as proxy:
+            self.engine.address = f"ipc://{path}"  # which is announced; it is bound already
+            try:
+                yield proxy
+            finally:
+                self.engine.address = address
+
     def restart_postgres(self) -> None:
         """kill -9 of the server and all of its processes, and a new one on the same files."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.postgres.pid, signal.SIGKILL)
         self.postgres.stop()
-        self.servers["postgres"] = start_postgres(self.folder / "pg", is_durable=True)
+        self.servers["postgres"] = start_postgres(self.postgres_folder, is_durable=True)
+
+    def start_standby(self) -> EmbeddedServer:
+        """A second server that follows the first: from then on no COMMIT is acknowledged before both have
+        applied it."""
+        folder = self.folder / f"pg-{uuid7().hex[-6:]}"
+        folder.mkdir()
+        primary = self.postgres
+        with (self.postgres_folder / "cluster" / "pg_hba.conf").open("a") as rules:
+            rules.write("local replication all trust\n")
+        with self.owner() as owner:
+            owner.execute("select pg_reload_conf()")
+        program = shutil.which("pg_basebackup", path=str(_postgres_binaries()))
+        assert program is not None
+        command = [program, "-h", str(primary.socket_path.parent), "-U", "postgres"]
+        command += ["-D", str(folder / "cluster"), "-R", "--checkpoint=fast"]
+        subprocess.run(command, check=True, capture_output=True)
+        who = os.stat(self.postgres_folder / "cluster")
+        for path in (folder / "cluster", *(folder / "cluster").rglob("*")):
+            os.chown(path, who.st_uid, who.st_gid)
+        standby = start_postgres(folder, is_durable=True)
+        self.servers[folder.name] = standby
+        with self.owner() as owner:
+            owner.execute("alter system set synchronous_standby_names = '*'")
+            owner.execute("alter system set synchronous_commit = 'remote_apply'")
+            owner.execute("select pg_reload_conf()")
+        return standby
+
+    def fail_over(self, standby: EmbeddedServer) -> None:
+        """Promote it, and have its address be the dead one's."""
+        address = self.servers["postgres"].socket_path
+        self.postgres.stop()  # which has been killed
+        with psycopg.connect(standby.url, autocommit=True) as connection:
+            connection.execute("select pg_promote()")
+        self.postgres_folder = self.folder / next(
+            name for name, server in self.servers.items() if server is standby
+        )
+        del self.servers[self.postgres_folder.name]
+        self.servers["postgres"] = standby
+        address.symlink_to(standby.socket_path)
 
     def restart_redis(self) -> None:
         """kill -9 and an empty new one on the same socket."""
@@ -301,14 +393,7 @@ class World:
         self._tenant_number += 1
         self.customer = await add_customer(self.db, f"tenant-{self._tenant_number}")
         self.limit = limit
-        limit_id = uuid7()
-        with self.owner() as owner:
-            owner.execute(
-                "insert into limits (id, tenant_id, scope_kind, scope_id, metric, period, value)"
-                " values (%s, %s, 'tenant', %s, 'tokens_total', 'total', %s)",
-                (limit_id, self.customer.tenant_id, self.customer.tenant_id, limit),
-            )
-            owner.execute("select loraplex_set_up_quota(%s)", (limit_id,))
+        await set_limit(self.db, self.customer, "tokens_total", str(limit), "total")
         return self.customer
 
     async def ask(
@@ -332,7 +417,7 @@ class World:
         }
         if is_stream:
             body["stream_options"] = {"include_usage": True}
-        status, request_id, received = 0, None, b""
+        status, request_id, received, has_left = 0, None, b"", False
         try:
             async with (
                 httpx.AsyncClient(
@@ -348,12 +433,14 @@ class World:
                 async for chunk in response.aiter_raw():
                     received += chunk
                     if leaves_after_bytes is not None and len(received) >= leaves_after_bytes:
+                        has_left = True
                         break
                 else:
                     return _read(received, status, time.monotonic() - began_s, request_id)
         except (httpx.HTTPError, OSError):
             pass
-        return Answer(status, time.monotonic() - began_s, request_id=request_id)
+        elapsed_s = time.monotonic() - began_s
+        return Answer(status, elapsed_s, request_id=request_id, has_left=has_left)
 
     async def ask_many(
         self, gateways: Sequence[ProcessUnderTest], count: int, **options: Any
@@ -373,12 +460,18 @@ class World:
     # ------------------------------------------------------------------ judging
 
     async def judge(
-        self, answers: Sequence[Answer], may_be_billed: frozenset[Unheard] = frozenset()
+        self,
+        answers: Sequence[Answer],
+        may_be_billed: frozenset[Unheard] = frozenset(),
+        *,
+        may_be_given_away: bool = False,
     ) -> Verdict:
         """Wait until the dust has settled, and look at everything.
 
         Args:
-            may_be_billed: beside whole answers, which must be.
+            may_be_billed: beside whole answers, which must be; and only by their gateways: the sweeper
+                bills nobody but clients that had left.
+            may_be_given_away: the platform may pay for whole answers.
         """
         assert self.customer is not None
         began_s = time.monotonic()
@@ -392,27 +485,38 @@ class World:
         recovery_s = time.monotonic() - began_s
         async with self.db.sessions() as session:
             rows = (
-                await session.scalars(
-                    select(LedgerEntry).where(
+                await session.execute(
+                    select(LedgerEntry, Request.settled_by)
+                    .join(Request, Request.id == LedgerEntry.entry_id)
+                    .where(
                         LedgerEntry.tenant_id == self.customer.tenant_id,
                         LedgerEntry.kind == "usage",
-                        LedgerEntry.account == "revenue",
                     )
                 )
             ).all()
-        billed = {row.entry_id: (row.prompt_tokens, row.completion_tokens) for row in rows}
+            entries = {entry.entry_id: (entry, settled_by) for entry, settled_by in rows}
+        billed = {
+            id_: (entry.prompt_tokens, entry.completion_tokens)
+            for id_, (entry, _) in entries.items()
+            if entry.account == "revenue"
+        }
         lost = [
             answer
             for answer in answers
             if answer.is_whole and billed.get(answer.request_id or UUID(int=0)) != answer.usage
         ]
+        given_away = [a for a in lost if may_be_given_away and a.request_id not in billed]
+        left = {answer.request_id for answer in answers if answer.has_left}
         earned = {answer.request_id for answer in answers if answer.is_whole}
         told_ids = {a.request_id for a in answers if not a.is_whole and a.code is not None}
         unearned = [
             entry_id
             for entry_id in billed
             if entry_id not in earned
-            and ("told" if entry_id in told_ids else "broken") not in may_be_billed
+            and (
+                ("told" if entry_id in told_ids else "broken") not in may_be_billed
+                or (entries[entry_id][1] == SWEEPER and entry_id not in left)
+            )
         ]
         with self.owner() as owner:
             window = owner.execute(
@@ -430,6 +534,7 @@ class World:
             num_broken=sum(not a.is_whole and a.status < 400 for a in answers),
             num_billed=len(billed),
             num_lost=len(lost),
+            num_given_away=len(given_away),
             num_unearned=len(unearned),
             overspend=max(0, committed - self.limit, used - self.limit),
             held=held,

@@ -225,7 +225,8 @@ async def test_a_silent_gateway_is_taken_for_dead_and_its_requests_are_faults(
             await silent.send(make_request("silent", max_tokens=1900))
             await eventually(lambda: replica.server._port.num_live == 2)
             await eventually(lambda: replica.server._port.num_live == 1)
-            reply = await client.query_usage("silent", 1)
+            reply = await client.query_usage("silent", 1, gateway_id="raw")
+            other = await client.query_usage("mine", 1, gateway_id="alive")
             await silent.send(Hello(protocol_version=PROTOCOL_VERSION, gateway_id="raw"))
             await read_all(stream)  # ours is unharmed
             with suppress(zmq.Again):  # it finds us silent, so it will connect anew
@@ -233,6 +234,7 @@ async def test_a_silent_gateway_is_taken_for_dead_and_its_requests_are_faults(
                     frame = await silent.socket.recv(zmq.NOBLOCK)
                     assert not isinstance(decode_from_engine(frame), Welcome)
 
+    assert (reply.is_gateway_connected, other.is_gateway_connected) == (False, True)
     assert reply.entry is not None
     assert reply.entry.finish_reason == "error"
     assert 0 < reply.entry.usage.completion_tokens < 1900

@@ -138,6 +138,7 @@ class FakeEngine:
         model_fingerprint: str = "sha256:" + "f" * 64,
         max_model_len: int = 2048,
         vocab_size: int = 256,
+        gateway_timeout_s: float = 0.0,
     ) -> None:
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         if address is None:
@@ -153,6 +154,10 @@ class FakeEngine:
         self.model_fingerprint = model_fingerprint
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.gateway_timeout_s = (
+            gateway_timeout_s  # as `GATEWAY_TIMEOUT_S`; 0: nobody is ever there
+        )
+        self._heard_at_s: dict[str, float] = {}  # gateway id -> monotonic
         self.is_ready = True
         self.is_draining = False
         self.pinned: frozenset[str] = frozenset()
@@ -256,6 +261,7 @@ class FakeEngine:
     async def _handle(self, identity: bytes, message: GatewayMessage) -> None:
         match message:
             case Hello():
+                self._heard_at_s[message.gateway_id] = time.monotonic()
                 await self._send(identity, self._welcome())
             case Generate():
                 await self._admit(identity, message)
@@ -478,12 +484,15 @@ class FakeEngine:
         self.journal.append(entry)
 
     def _usage(self, query: UsageQuery) -> UsageReply:
-        if (query.request_id, query.attempt) in self._running:
-            return UsageReply(query_id=query.query_id, state="running")
-        for entry in self.journal:
-            if (entry.request_id, entry.attempt) == (query.request_id, query.attempt):
-                return UsageReply(query_id=query.query_id, state="finished", entry=entry)
-        return UsageReply(query_id=query.query_id, state="unknown")
+        key = (query.request_id, query.attempt)
+        entry = next((e for e in self.journal if (e.request_id, e.attempt) == key), None)
+        heard_at_s = self._heard_at_s.get(query.gateway_id or "", 0.0)
+        return UsageReply(
+            query_id=query.query_id,
+            state="running" if key in self._running else "finished" if entry else "unknown",
+            entry=entry,
+            is_gateway_connected=time.monotonic() - heard_at_s < self.gateway_timeout_s,
+        )
 
     def _welcome(self) -> Welcome:
         return Welcome(

@@ -42,7 +42,9 @@ async def set_limit(
         "value": value,
     }
     async with db.transaction() as session:
-        made = await service.create_limit(session, SYSTEM, NewLimit.model_validate(body | fields))
+        made = await service.create_limit(
+            session, SYSTEM, NewLimit.model_validate(body | fields), sessions=db.sessions
+        )
     return made.limit.id
 
 

@@ -98,13 +98,17 @@ _INSERTS = (
         cached, completion, amount_pico, at
     from made
     """,
-    """
-    insert into rollup_dirty (tenant_id, day)
-    select distinct m.tenant_id, (m.at at time zone t.billing_tz)::date
-    from made m join tenants t on t.id = m.tenant_id
-    """,
-    "drop table made, prices, callers",
 )
+_MARK_DAYS = """
+insert into rollup_dirty (tenant_id, day)
+select distinct m.tenant_id, (m.at at time zone t.billing_tz)::date
+from made m join tenants t on t.id = m.tenant_id
+"""
+_MARK_REQUESTS = """
+insert into rollup_dirty (tenant_id, day, entry_id)
+select m.tenant_id, (m.at at time zone t.billing_tz)::date, m.id
+from made m join tenants t on t.id = m.tenant_id
+"""
 
 
 def add_traffic(
@@ -115,8 +119,10 @@ def add_traffic(
     start: datetime,
     end: datetime,
     seed: int = 0,
+    marks_requests: bool = False,
 ) -> None:
-    """Settled requests between two times, spread evenly over callers; their days are marked."""
+    """Settled requests between two times, spread evenly over callers; their days are marked as
+    changed, or (`marks_requests`) each request is, as a settle does."""
     with psycopg.connect(url) as owner:
         owner.execute("set session_replication_role = replica")
         owner.execute(_CALLERS)
@@ -139,6 +145,8 @@ def add_traffic(
         )
         for statement in _INSERTS:
             owner.execute(statement)
+        owner.execute(_MARK_REQUESTS if marks_requests else _MARK_DAYS)
+        owner.execute("drop table made, prices, callers")
     with psycopg.connect(url, autocommit=True) as owner:
         owner.execute("analyze requests, ledger, attempts, rollup_dirty")
 

@@ -28,7 +28,9 @@ _FIRST_DAY, _LAST_DAY = date(1970, 1, 1), date(9999, 12, 31)
 # Usage from the rollups: a balance must not read every request that there ever was.
 _BALANCE = text(f"""
 with {USAGE_SOURCE}
-select (select coalesce(sum(amount_pico), 0) from source) as usage_pico,
+select (select coalesce(sum(amount_pico), 0) from source)
+    + (select coalesce(sum(amount_pico), 0) from ledger
+        where tenant_id = :tenant and kind = 'hours') as usage_pico,
     (select coalesce(sum(amount_pico), 0) from ledger
         where tenant_id = :tenant and kind in ('credit', 'debit', 'reversal')) as adjustments_pico
 """)  # noqa: S608 # USAGE_SOURCE is ours

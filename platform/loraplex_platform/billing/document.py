@@ -12,7 +12,7 @@ from datetime import date, timedelta
 from typing import Final
 from zoneinfo import ZoneInfo
 
-from loraplex_platform.billing.invoice_schemas import format_percent
+from loraplex_platform.billing.invoice_schemas import format_hours, format_percent
 from loraplex_platform.billing.invoices import month_of
 from loraplex_platform.billing.money import format_cents, format_usd
 from loraplex_platform.db import Invoice, InvoiceLine
@@ -26,6 +26,7 @@ _CLASSES = {
     "cached_input": ("Cached input tokens", "per 1M tokens"),
     "output": ("Output tokens", "per 1M tokens"),
     "request": ("Requests", "per request"),
+    "adapter_hour": ("Hours deployed", "per hour"),
 }
 _HEADINGS = {
     "usage": "Usage of the period",
@@ -160,14 +161,17 @@ def _line(line: InvoiceLine) -> DocumentLine:
         return DocumentLine(_inert(line.description), "", "", "", exact, amount)
     unit, per = _CLASSES[line.price_class]
     price = int(line.unit_price_pico)
-    if line.price_class == "request":
+    quantity = f"{int(line.quantity):,}"
+    if line.price_class == "adapter_hour":
+        quantity = _grouped(format_hours(int(line.quantity)))
+    if line.price_class in ("request", "adapter_hour"):
         shown = _trimmed(format_usd(price))
     else:
         shown = _trimmed(format_usd(price * _TOKENS_PER_PRICE))
     return DocumentLine(
         description=_inert(line.description),
         unit=unit,
-        quantity=f"{int(line.quantity):,}",
+        quantity=quantity,
         unit_price=f"{_grouped(shown)} {per}",
         exact=exact,
         amount=amount,
@@ -202,6 +206,11 @@ def _notes(invoice: Invoice, lines: Sequence[InvoiceLine]) -> list[str]:
         f"Exact sum of the lines: {_grouped(format_usd(int(invoice.exact_pico)))}; "
         f"rounded: {_grouped(format_cents(rounded))}."
     ]
+    if any(line.price_class == "adapter_hour" for line in lines):
+        notes.append(
+            "Hours deployed are counted in whole seconds (shown to four places of an hour) and charged by the "
+            "day, each day's amount rounded half to even to 12 places."
+        )
     if invoice.carried_forward_cents:
         carried = _grouped(format_cents(abs(invoice.carried_forward_cents)))
         what = "no longer carried" if invoice.kind == "credit_note" else "carried"

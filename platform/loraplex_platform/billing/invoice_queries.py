@@ -51,6 +51,7 @@ with {USAGE_SOURCE}, spent as (
     from invoices i join invoice_lines l on l.invoice_id = i.id
     where i.tenant_id = :tenant and i.kind = 'invoice' and i.status <> 'void'
         and i.period_start < :period_start and l.section in ('usage', 'earlier')
+        and l.price_class <> 'adapter_hour'
     group by l.deployment_id, l.model, l.adapter_version_id, l.price_book_id, l.price_class
 ), lines as (
     select c.*, c.quantity - case when c.is_current then 0 else coalesce(i.quantity, 0) end as units
@@ -72,6 +73,40 @@ where l.units <> 0 and (l.unit_price_pico <> 0 or l.price_class <> 'request')
 order by l.is_current desc, l.model, a.name nulls first, v.version, l.deployment_id,
     b.effective_from, b.id, l.class_no
 """)  # noqa: S608 # USAGE_SOURCE is ours
+
+# The same of adapter-hours, whose lines are days of the ledger. A line's amount is a sum of days that are
+# rounded each, so that of amounts it is told what is left, too.
+_HOURS_LINES = text("""
+with spent as (
+    select l.adapter_version_id, l.price_book_id, l.day >= :month as is_current,
+        sum(l.seconds) as seconds, sum(l.amount_pico) as amount_pico
+    from ledger l
+    where l.kind = 'hours' and l.tenant_id = :tenant and l.day <= :last_day
+    group by l.adapter_version_id, l.price_book_id, l.day >= :month
+), invoiced as (
+    select l.adapter_version_id, l.price_book_id, sum(l.quantity) as seconds,
+        sum(l.amount_pico) as amount_pico
+    from invoices i join invoice_lines l on l.invoice_id = i.id
+    where i.tenant_id = :tenant and i.kind = 'invoice' and i.status <> 'void'
+        and i.period_start < :period_start and l.price_class = 'adapter_hour'
+    group by l.adapter_version_id, l.price_book_id
+)
+select case when s.is_current then 'usage' else 'earlier' end as section, s.adapter_version_id,
+    s.price_book_id, s.seconds - left_over.seconds as seconds,
+    s.amount_pico - left_over.amount_pico as amount_pico,
+    loraplex_hour_price(s.price_book_id, a.base_model_id, a.id) as unit_price_pico,
+    a.name as adapter, v.version, b.name as book
+from spent s
+left join invoiced i on not s.is_current and i.adapter_version_id = s.adapter_version_id
+    and i.price_book_id = s.price_book_id
+cross join lateral (
+    select coalesce(i.seconds, 0) as seconds, coalesce(i.amount_pico, 0) as amount_pico) left_over
+join adapter_versions v on v.id = s.adapter_version_id
+join adapters a on a.id = v.adapter_id
+join price_books b on b.id = s.price_book_id
+where (s.seconds, s.amount_pico) <> (left_over.seconds, left_over.amount_pico)
+order by s.is_current desc, a.name, v.version, b.effective_from, b.id
+""")
 
 # Not yet on an invoice before this one, whenever they were booked.
 _ADJUSTMENTS = text("""
@@ -97,6 +132,8 @@ cross join lateral (
         date_trunc('month', least(
             (select cast(min(u.day) as timestamp) from usage_daily u where u.tenant_id = t.id),
             (select cast(min(d.day) as timestamp) from rollup_dirty d where d.tenant_id = t.id),
+            (select cast(min(l.day) as timestamp) from ledger l
+                where l.tenant_id = t.id and l.kind = 'hours'),
             (select min(l.occurred_at) at time zone t.billing_tz from ledger l
                 where l.tenant_id = t.id and l.kind in ('credit', 'debit', 'reversal'))))
     ) as first_month
@@ -115,6 +152,8 @@ where t.id = :tenant and span.first_month < span.this_month and not exists (
         and u.day >= months.month and u.day < months.month + interval '1 month')
     or exists (select from rollup_dirty d where d.tenant_id = t.id
         and d.day >= months.month and d.day < months.month + interval '1 month')
+    or exists (select from ledger l where l.tenant_id = t.id and l.kind = 'hours'
+        and l.day >= months.month and l.day < months.month + interval '1 month')
     or exists (select from ledger l where l.tenant_id = t.id
         and l.kind in ('credit', 'debit', 'reversal')
         and l.occurred_at at time zone t.billing_tz >= months.month
@@ -152,15 +191,25 @@ async def usage_lines(
     session: AsyncSession, tenant_id: UUID, month: date, period_start: datetime
 ) -> Sequence[Row[Any]]:
     """Quantities and unit prices of the month, then of earlier ones."""
-    last_day = date.fromordinal(next_month(month).toordinal() - 1)
-    parameters = {
+    parameters = _of_month(tenant_id, month, period_start) | {"first_day": FIRST_DAY}
+    return (await session.execute(_USAGE_LINES, parameters)).all()
+
+
+async def hours_lines(
+    session: AsyncSession, tenant_id: UUID, month: date, period_start: datetime
+) -> Sequence[Row[Any]]:
+    """Adapter-hours of the month, then of earlier ones: seconds, and pico-USD an hour."""
+    parameters = _of_month(tenant_id, month, period_start)
+    return (await session.execute(_HOURS_LINES, parameters)).all()
+
+
+def _of_month(tenant_id: UUID, month: date, period_start: datetime) -> dict[str, Any]:
+    return {
         "tenant": tenant_id,
         "month": month,
         "period_start": period_start,
-        "first_day": FIRST_DAY,
-        "last_day": last_day,
+        "last_day": date.fromordinal(next_month(month).toordinal() - 1),
     }
-    return (await session.execute(_USAGE_LINES, parameters)).all()
 
 
 async def adjustment_lines(

@@ -151,7 +151,8 @@ class InvoiceResource(Resource):
 
 
 class InvoiceLineResource(Resource):
-    """quantity x unit price, exactly, and rounded to cents once, half-even."""
+    """quantity x unit price, exactly, and rounded to cents once, half-even. Hours are charged by the day: their
+    exact amount is a sum of days, rounded each to 12 places."""
 
     section: Literal["usage", "earlier", "adjustment"] = Field(
         description="earlier: of months before this one, settled after they were invoiced."
@@ -160,9 +161,12 @@ class InvoiceLineResource(Resource):
     deployment_id: str | None
     adapter_version_id: str | None
     price_book_id: str | None
-    price_class: Literal["input", "cached_input", "output", "request"] | None
-    quantity: str
-    unit_price_usd: str = Field(description="Per token or request.")
+    price_class: Literal["input", "cached_input", "output", "request", "adapter_hour"] | None
+    quantity: str = Field(
+        description="Tokens or requests; of adapter_hour hours, rounded to four places: `seconds` is exact."
+    )
+    seconds: int | None = Field(description="Of adapter_hour only.")
+    unit_price_usd: str = Field(description="Per token, request or hour.")
     exact_usd: str
     amount_usd: str
     adjustment_id: str | None
@@ -205,6 +209,11 @@ def format_percent(ppm: int) -> str:
     """190_000 -> "19", 88_750 -> "8.875"."""
     whole, fraction = divmod(ppm, _PPM_PER_PERCENT)
     return f"{whole}.{fraction:04d}".rstrip("0").rstrip(".")
+
+
+def format_hours(seconds: int) -> str:
+    """2_678_400 -> "744.0000"; the last place is rounded half to even."""
+    return f"{Decimal(seconds) / 3600:.4f}"
 
 
 def show_invoice(invoice: Invoice) -> InvoiceResource:
@@ -256,6 +265,7 @@ def _show_line(line: InvoiceLine) -> InvoiceLineResource:
     def optional(kind: str, value: Any) -> str | None:  # noqa: ANN401 (a UUID or None)
         return None if value is None else format_id(kind, value)
 
+    is_hours = line.price_class == "adapter_hour"
     return InvoiceLineResource(
         section=line.section,  # type: ignore[arg-type]  # checked by the table
         description=line.description,
@@ -263,7 +273,8 @@ def _show_line(line: InvoiceLine) -> InvoiceLineResource:
         adapter_version_id=optional("adapter_version", line.adapter_version_id),
         price_book_id=optional("price_book", line.price_book_id),
         price_class=line.price_class,  # type: ignore[arg-type]  # what the books know
-        quantity=str(int(line.quantity)),
+        quantity=format_hours(int(line.quantity)) if is_hours else str(int(line.quantity)),
+        seconds=int(line.quantity) if is_hours else None,
         unit_price_usd=format_usd(int(line.unit_price_pico)),
         exact_usd=format_usd(int(line.amount_pico)),
         amount_usd=format_cents(line.amount_cents),

@@ -5,7 +5,8 @@ series and freezes it. Usage that settles later goes to the next invoice, under 
 invoiced adds up to what the ledger says, month after month. A final invoice is only ever voided, by a
 credit note with a number of its own, and only the newest of a tenant, so that no line is on two.
 
-Each line is rounded to cents once, half-even; totals are sums of rounded lines.
+Each line is rounded to cents once, half-even; totals are sums of rounded lines. Of adapter-hours a line is
+the sum of its days, which the ledger has rounded to the pico-dollar each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import SYSTEM, Actor, record
 from loraplex_platform.billing import invoice_queries as queries
+from loraplex_platform.billing.adapter_hours import MODEL_NAME
 from loraplex_platform.billing.money import CURRENCY, format_cents, round_half_even, to_cents
 from loraplex_platform.db import BillingProfile, Invoice, OutboxMessage, Tenant
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
@@ -325,6 +327,28 @@ async def _lines(session: AsyncSession, invoice: Invoice, month: date) -> list[d
                 "entry_seq": None,
             }
         )
+    for row in await queries.hours_lines(session, tenant_id, month, begins):
+        amount = int(row.amount_pico)
+        what = f"{row.adapter} v{row.version}, deployed (prices: {row.book})"
+        lines.append(
+            {
+                "section": row.section,
+                "description": what[:MAX_DESCRIPTION_CHARS],
+                "deployment_id": None,
+                "model": MODEL_NAME,
+                "adapter_version_id": row.adapter_version_id,
+                "price_book_id": row.price_book_id,
+                "price_class": "adapter_hour",
+                "quantity": int(row.seconds),
+                "unit_price_pico": row.unit_price_pico,
+                "amount_pico": amount,
+                "amount_cents": to_cents(amount),
+                "entry_id": None,
+                "entry_kind": None,
+                "entry_seq": None,
+            }
+        )
+    lines.sort(key=lambda line: str(line["section"]) == "earlier")  # keeps each part's order
     for row in await queries.adjustment_lines(session, tenant_id, begins, ends):
         amount = int(row.amount_pico)
         lines.append(

@@ -27,7 +27,8 @@ _KIND_ORDER = case(
     value=PriceItem.target_kind,
 )
 _CLASS_ORDER = case(
-    {"input": 1, "cached_input": 2, "output": 3, "request": 4}, value=PriceItem.price_class
+    {"input": 1, "cached_input": 2, "output": 3, "request": 4, "adapter_hour": 5},
+    value=PriceItem.price_class,
 )
 
 _BOOK_NOW = text("select loraplex_book_at(now())")
@@ -43,8 +44,39 @@ order by d.public_name, d.id limit :limit
 """)
 
 # Prices are looked up once per tenant and target, not once per row.
+# Hours are made again from the history of deployments, also where they cost nothing; of days that are over.
 _PREVIEW = text(f"""
-with {USAGE_SOURCE}, used as (
+with {USAGE_SOURCE}, spans as materialized (
+    select t.id as tenant_id, t.billing_tz,
+        cast(cast(:start as timestamptz) at time zone t.billing_tz as date) as first_day,
+        least(cast((cast(:end as timestamptz) - interval '1 microsecond')
+            at time zone t.billing_tz as date), cast(now() at time zone t.billing_tz as date) - 1)
+            as last_day
+    from tenants t where cast(:tenant as uuid) is null or t.id = cast(:tenant as uuid)
+), hours as (
+    select s.tenant_id, coalesce(sum(loraplex_half_even(deployed.seconds * loraplex_hour_price(
+        :book, a.base_model_id, a.id), 3600)), 0) as preview_pico
+    from spans s
+    cross join lateral generate_series(cast(s.first_day as timestamp),
+        cast(s.last_day as timestamp), interval '1 day') as series (day)
+    cross join lateral (
+        select d.adapter_version_id, (
+            select floor(sum(extract(epoch from upper(r)) - extract(epoch from lower(r))))
+            from unnest(d.spans) as r) as seconds
+        from loraplex_deployed(s.tenant_id,
+            loraplex_midnight(cast(series.day as date), s.billing_tz),
+            loraplex_midnight(cast(series.day as date) + 1, s.billing_tz)) d
+    ) as deployed
+    join adapter_versions v on v.id = deployed.adapter_version_id
+    join adapters a on a.id = v.adapter_id
+    where exists (select from deployment_events e where e.tenant_id = s.tenant_id)
+    group by s.tenant_id
+), booked as (
+    select l.tenant_id, sum(l.amount_pico) as amount_pico
+    from ledger l join spans s on s.tenant_id = l.tenant_id
+    where l.kind = 'hours' and l.day between s.first_day and s.last_day
+    group by l.tenant_id
+), used as (
     select s.tenant_id, s.deployment_id, s.adapter_version_id, sum(s.requests) as requests,
         sum(s.billed_requests) as billed_requests,
         sum(s.prompt_tokens - s.cached_tokens) as input, sum(s.cached_tokens) as cached_input,
@@ -53,16 +85,24 @@ with {USAGE_SOURCE}, used as (
     where s.day between (cast(:start as timestamptz) at time zone t.billing_tz)::date
         and ((cast(:end as timestamptz) - interval '1 microsecond') at time zone t.billing_tz)::date
     group by s.tenant_id, s.deployment_id, s.adapter_version_id
+), priced as (
+    select u.tenant_id, sum(u.requests) as requests, sum(u.amount_pico) as cost_pico,
+        coalesce(sum(u.input * p.input + u.cached_input * p.cached_input + u.output * p.output
+            + u.billed_requests * p.request), 0) as preview_pico,
+        coalesce(sum(u.requests) filter (where p.input is null or p.output is null), 0) as unpriced
+    from used u
+    cross join lateral loraplex_entry_prices(:book, u.adapter_version_id, u.deployment_id) p
+    group by u.tenant_id
 )
-select t.id as tenant_id, t.slug as tenant, sum(u.requests) as requests,
-    sum(u.amount_pico) as cost_pico,
-    coalesce(sum(u.input * p.input + u.cached_input * p.cached_input + u.output * p.output
-        + u.billed_requests * p.request), 0) as preview_pico,
-    coalesce(sum(u.requests) filter (where p.input is null or p.output is null), 0) as unpriced
-from used u
-join tenants t on t.id = u.tenant_id
-cross join lateral loraplex_entry_prices(:book, u.adapter_version_id, u.deployment_id) p
-group by t.id, t.slug
+select t.id as tenant_id, t.slug as tenant, coalesce(p.requests, 0) as requests,
+    coalesce(p.cost_pico, 0) + coalesce(b.amount_pico, 0) as cost_pico,
+    coalesce(p.preview_pico, 0) + coalesce(h.preview_pico, 0) as preview_pico,
+    coalesce(p.unpriced, 0) as unpriced
+from tenants t
+left join priced p on p.tenant_id = t.id
+left join hours h on h.tenant_id = t.id
+left join booked b on b.tenant_id = t.id
+where p.tenant_id is not null or h.preview_pico > 0 or b.amount_pico <> 0
 order by t.slug
 """)  # noqa: S608 # USAGE_SOURCE is ours
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -17,14 +17,18 @@ TOKENS_PER_PRICE = 1_000_000
 MAX_UNIX_S = 32_503_680_000  # the year 3000
 
 TargetKind = Literal["any_base", "any_adapter", "base_model", "adapter", "deployment"]
-PriceClass = Literal["input", "cached_input", "output", "request"]
-# A price per 1M tokens has 6 places, which makes it whole pico-USD per token; one per request has 12.
+PriceClass = Literal["input", "cached_input", "output", "request", "adapter_hour"]
+PER_UNIT: Final[dict[str, Literal["request", "hour"]]] = {
+    "request": "request",
+    "adapter_hour": "hour",
+}
+# A price per 1M tokens has 6 places, which makes it whole pico-USD per token; other prices have 12.
 UsdPrice = Annotated[
     str,
     Field(
         pattern=r"^[0-9]{1,6}(\.[0-9]{1,12})?$",
-        description="Dollars as decimal text: per 1M tokens with at most 6 places, per request with at "
-        "most 12.",
+        description="Dollars as decimal text: per 1M tokens with at most 6 places, per request or hour with "
+        "at most 12.",
         examples=["0.25"],
     ),
 ]
@@ -57,7 +61,9 @@ class Price(Body):
     target_id: TargetId | None = None
     price_class: PriceClass = Field(
         description="cached_input: prompt tokens that were found in the cache, at the price of input if "
-        "there is none."
+        "there is none. adapter_hour: each hour for which a version of the adapter is deployed, under however "
+        "many names, from the moment a deployment points at it until none does; only for any_adapter, "
+        "base_model and adapter, and nothing is charged where there is no price."
     )
     price_usd: UsdPrice
 
@@ -69,7 +75,12 @@ class Price(Body):
         if not is_any and self.target_id is None:
             raise ValueError(f"target_id: name the {self.target_kind}.")
         places = len(self.price_usd.partition(".")[2])
-        if self.price_class != "request" and places > 6:
+        if self.price_class == "adapter_hour" and self.target_kind in ("any_base", "deployment"):
+            raise ValueError(
+                "target_kind: adapter_hour is for any_adapter, base_model or adapter, for a version that is "
+                "deployed under several names counts once."
+            )
+        if self.price_class not in PER_UNIT and places > 6:
             raise ValueError("price_usd: a price per 1M tokens has at most 6 places.")
         return self
 
@@ -178,7 +189,7 @@ class PriceResource(Resource):
     target_id: str | None
     price_class: PriceClass
     price_usd: str
-    per: Literal["1M tokens", "request"]
+    per: Literal["1M tokens", "request", "hour"]
 
 
 class PriceBookResource(Resource):
@@ -240,23 +251,23 @@ class QuoteResource(Resource):
 
 
 def price_pico(price: Price) -> int:
-    """Pico-USD per token or request."""
+    """Pico-USD per token, request or hour."""
     whole, _, fraction = price.price_usd.partition(".")
     pico = int(whole) * PICO_PER_USD + int(fraction.ljust(12, "0"))
-    return pico if price.price_class == "request" else pico // TOKENS_PER_PRICE
+    return pico if price.price_class in PER_UNIT else pico // TOKENS_PER_PRICE
 
 
 def show_price(item: PriceItem) -> PriceResource:
     """The price as the API shows it."""
-    is_request = item.price_class == "request"
-    pico = item.price_pico * (1 if is_request else TOKENS_PER_PRICE)
+    per = PER_UNIT.get(item.price_class)
+    pico = item.price_pico * (TOKENS_PER_PRICE if per is None else 1)
     has_id = item.target_kind in PREFIXES
     return PriceResource(
         target_kind=item.target_kind,  # type: ignore[arg-type]  # checked by the table
         target_id=format_id(item.target_kind, item.target_id) if has_id else None,
         price_class=item.price_class,  # type: ignore[arg-type]  # checked by the table
-        price_usd=format_usd(pico) if is_request else format_usd(pico)[:-6],
-        per="request" if is_request else "1M tokens",
+        price_usd=format_usd(pico)[:-6] if per is None else format_usd(pico),
+        per=per or "1M tokens",
     )
 
 

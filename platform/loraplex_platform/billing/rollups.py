@@ -1,9 +1,10 @@
 """Daily rollups: what every report and invoice reads instead of a month's requests.
 
-A settle marks its bucket (tenant, day in the tenant's zone) in `rollup_dirty`; here whole buckets are
-made again from the books, never incremented, so that doing it twice changes nothing. Readers take
-buckets without a mark from `usage_daily` and compute the marked ones live (`USAGE_SOURCE`), in one
-snapshot: what they say is never stale.
+A settle marks its bucket (tenant, day in the tenant's zone) in `rollup_dirty`, with its request; here
+whole buckets are made again from the books, never incremented, so that doing it twice changes nothing.
+A bucket and its marks are always of one snapshot: what is rolled up and the requests of the marks make
+the whole. So readers add these to those (`USAGE_SOURCE`), in one snapshot, and what they say is never
+stale; of a bucket with a mark that names no request they compute the whole day.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from uuid import UUID
 
 import structlog
@@ -19,6 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.db.transactions import run_transaction
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +36,7 @@ ROUND_S = 30.0
 USAGE_SOURCE = """
 dirty as materialized (
     select distinct tenant_id, day from rollup_dirty
-    where day between :first_day and :last_day
+    where day between :first_day and :last_day and entry_id is null
         and (cast(:tenant as uuid) is null or tenant_id = cast(:tenant as uuid))
 ), source as (
     select u.tenant_id, u.day, u.project_id, u.key_id, u.deployment_id, u.model,
@@ -44,6 +47,9 @@ dirty as materialized (
         and (cast(:tenant as uuid) is null or u.tenant_id = cast(:tenant as uuid))
         and not exists (
             select from dirty where dirty.tenant_id = u.tenant_id and dirty.day = u.day)
+    union all
+    select m.* from loraplex_usage_of_marks(cast(:tenant as uuid), :first_day, :last_day) m
+    where not exists (select from dirty where dirty.tenant_id = m.tenant_id and dirty.day = m.day)
     union all
     select dirty.tenant_id, dirty.day, live.* from dirty,
         lateral loraplex_usage_of(dirty.tenant_id, dirty.day) as live
@@ -59,14 +65,16 @@ _ROLL_UP = text("select loraplex_roll_up(:tenant, :day)")
 
 
 async def roll_up(session: AsyncSession, tenant_id: UUID, day: date) -> bool:
-    """Make a bucket again and take its marks away, in the caller's transaction.
+    """Make a bucket again and take its marks away: the first thing in the caller's transaction.
 
-    False: somebody else is at it. Marks that come meanwhile stay, for they may not have been seen.
+    False: somebody else is at it. Marks that come meanwhile stay, and what they stand for is not in
+    what is made here: that takes one snapshot, which may cost the transaction (40001) when another
+    worker has just been at the bucket.
     """
+    await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
     if not await session.scalar(_CLAIM, {"bucket": f"{tenant_id}/{day}"}):
         return False
     parameters = {"tenant": tenant_id, "day": day}
-    # Marks first: the statement after this one sees all that they stand for.
     await session.execute(_UNMARK, parameters)
     if not await session.scalar(_ROLL_UP, parameters):
         log.warning("rollup_kept", tenant_id=str(tenant_id), day=str(day))
@@ -96,8 +104,9 @@ class RollupWorker:
             began_s = self.clock_s()
             if began_s > now_s + ROUND_S:
                 break
-            async with self.sessions.begin() as session:
-                count += await roll_up(session, tenant_id, day)
+            count += await run_transaction(
+                self.sessions, partial(roll_up, tenant_id=tenant_id, day=day)
+            )
             took_s = self.clock_s() - began_s
             self._not_before_s[tenant_id, day] = self.clock_s() + REST_FACTOR * took_s
         return count

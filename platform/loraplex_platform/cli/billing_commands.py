@@ -143,7 +143,10 @@ def draft_book(
 def set_price(
     book: BookArgument,
     price_class: Annotated[
-        str, typer.Argument(help="input, cached_input, output (per 1M tokens) or request.")
+        str,
+        typer.Argument(
+            help="input, cached_input, output (per 1M tokens), request or adapter_hour."
+        ),
     ],
     usd: Annotated[str, typer.Argument(help="Dollars as a decimal; 'none' takes the price away.")],
     target: TargetOption,
@@ -157,6 +160,8 @@ def set_price(
       loraplex prices set 2027 output 0.08 --for any_adapter
 
       loraplex prices set 2027 request 0.0001 --for dep_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f
+
+      loraplex prices set 2027 adapter_hour 0.01 --for any_adapter
     """
     kind = target if target.startswith("any_") else _KINDS.get(target.partition("_")[0])
     if kind is None:

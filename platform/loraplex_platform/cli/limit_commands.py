@@ -9,7 +9,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import JsonOption, day_of, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, day_of, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -120,6 +120,32 @@ def set_limit(
 
 
 @app.command()
+def effective(
+    key: Annotated[str, typer.Option(help="The caller's key, key_...")],
+    deployment: Annotated[
+        str | None,
+        typer.Option(help="Also the limits of this deployment, dep_..., and of its adapter."),
+    ] = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show all limits that bind a caller now: platform, tenant, project, key, model.
+
+    Example:
+
+      loraplex limits effective --key key_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f
+    """
+    with open_admin(data_dir, control_url) as admin:
+        limits = admin.effective_limits(key, deployment)
+    if as_json:
+        print_json(limits)
+        return
+    header = ("ID", "SCOPE", "LIMIT", "VALUE", "USED", "HELD", "LEFT", "RESETS", "KIND")
+    print_rows([header, *(_standing_row(limit) for limit in limits)])
+
+
+@app.command()
 def remove(
     limit: Annotated[str, typer.Argument(help="The limit's id, lim_...")],
     data_dir: DataDirOption = Path(".loraplex"),
@@ -205,6 +231,20 @@ def _row(limit: dict[str, Any]) -> tuple[object, ...]:
         use.get("used"),
         use.get("held"),
         day_of(use.get("period_end")),
+        "hard" if limit["hard"] else "soft",
+    )
+
+
+def _standing_row(limit: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        limit["id"],
+        _scope(limit),
+        _what(limit),
+        limit["value"],
+        limit["used"],
+        limit["held"],
+        limit["remaining"],
+        moment_of(limit["resets_at"]),
         "hard" if limit["hard"] else "soft",
     )
 

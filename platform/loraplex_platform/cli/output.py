@@ -31,3 +31,10 @@ def day_of(unix_s: int | None) -> str | None:
     from datetime import UTC, datetime
 
     return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d")
+
+
+def moment_of(unix_s: int | None) -> str | None:
+    """A Unix time to the second, in UTC."""
+    from datetime import UTC, datetime
+
+    return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%F %TZ")

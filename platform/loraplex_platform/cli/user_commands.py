@@ -115,8 +115,12 @@ def reset_password(
 ) -> None:
     """Give somebody another password.
 
-    Their sessions end, and an identity at a login provider that was theirs is
-    theirs no more. The password is asked for as `loraplex users create` does.
+    All their sessions end at once, and an identity at a login provider that was
+    theirs is theirs no more. Their role, their memberships and the API keys that
+    are their own stay: to take those from somebody, remove them from their
+    tenants (`loraplex members remove`) or switch the account off
+    (`loraplex users disable`). The password is asked for as `loraplex users
+    create` does.
 
     Example:
 

@@ -202,6 +202,7 @@ async def _open(
         passwords=passwords,
         metrics=metrics,
         versions=Relay(sessions, version_topic(redis)),
+        redis=redis,
         origins=frozenset({_origin(settings.console_url)}),
         trusted_proxies=parse_networks(settings.control_trusted_proxies),
         oidc=_oidc(settings, client),

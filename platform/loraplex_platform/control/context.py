@@ -13,6 +13,7 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
+from loraplex_platform.rates.redis_client import DeadlineRedis
 from loraplex_platform.registry.quarantine import Quarantine
 from loraplex_platform.registry.service import AdapterIntake
 from loraplex_platform.settings import ControlSettings
@@ -36,6 +37,7 @@ class ControlContext:
     passwords: Passwords
     metrics: ControlMetrics
     versions: Relay  # tells gateways of changed keys, tenants and limits
+    redis: DeadlineRedis | None = None  # to look at rates
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
     oidc: OidcProvider | None = None

@@ -10,6 +10,7 @@ from loraplex_platform.db.audit import (
 )
 from loraplex_platform.db.base import Base
 from loraplex_platform.db.billing import (
+    AdapterHoursProgress,
     BillingProfile,
     Invoice,
     InvoiceLine,
@@ -30,12 +31,19 @@ from loraplex_platform.db.evals import (
 from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
 from loraplex_platform.db.metering import Attempt, Request
 from loraplex_platform.db.outbox import OutboxMessage
-from loraplex_platform.db.quotas import AlertFired, Limit, QuotaWindow, Refusal
+from loraplex_platform.db.quotas import (
+    AlertFired,
+    Limit,
+    QuotaWindow,
+    Refusal,
+    SharedLimitsVersion,
+)
 from loraplex_platform.db.registry import (
     Adapter,
     AdapterVersion,
     BaseModel,
     Deployment,
+    DeploymentEvent,
     DeploymentRevision,
 )
 from loraplex_platform.db.retries import IdempotentRequest
@@ -55,6 +63,7 @@ from loraplex_platform.db.webhooks import Webhook, WebhookDelivery
 
 __all__ = [
     "Adapter",
+    "AdapterHoursProgress",
     "AdapterVersion",
     "AlertFired",
     "ApiKey",
@@ -66,6 +75,7 @@ __all__ = [
     "BaseModel",
     "BillingProfile",
     "Deployment",
+    "DeploymentEvent",
     "DeploymentRevision",
     "DroppedMonth",
     "EngineUsage",
@@ -99,6 +109,7 @@ __all__ = [
     "Request",
     "RetentionSetting",
     "Session",
+    "SharedLimitsVersion",
     "Tenant",
     "UsageDaily",
     "User",

@@ -1,8 +1,8 @@
 """Prices, the append-only ledger, rollups and invoices. Money is integers: pico-USD, and cents once
 an invoice line has been rounded.
 
-A price is pico-USD per unit: per token, which is the same number as micro-USD per 1M tokens, or per
-request.
+A price is pico-USD per unit: per token, which is the same number as micro-USD per 1M tokens, per request,
+or per hour for which an adapter version is deployed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,13 @@ class PriceItem(Base):
             name="target_id",
         ),
         CheckConstraint(
-            "price_class in ('input', 'cached_input', 'output', 'request')", name="price_class"
+            "price_class in ('input', 'cached_input', 'output', 'request', 'adapter_hour')",
+            name="price_class",
+        ),
+        CheckConstraint(
+            "price_class <> 'adapter_hour'"
+            " or target_kind in ('any_adapter', 'base_model', 'adapter')",
+            name="adapter_hour",
         ),
         CheckConstraint("price_pico >= 0", name="not_negative"),
     )
@@ -91,27 +97,37 @@ class PriceItem(Base):
 
 
 class LedgerEntry(Base):
-    """One line of account. (entry_id, kind, seq) is the exactly-once guard: entry_id = request id.
+    """One line of account. (entry_id, kind, seq) is the exactly-once guard: entry_id = request id, or what
+    hours, credits and debits are named by.
 
     The runtime role may INSERT and SELECT only; corrections are new rows. `account` is `revenue`
     (the tenant pays), `absorbed` (the platform does: faults, probes), `credit` (amounts below zero)
     or `adjust` (debits, and reversals of what is not a credit). A usage row costs its tokens and one
-    request; a late row only its tokens.
+    request; a late row only its tokens; rows of hours the time that an adapter version was deployed on one
+    day of the tenant's, under one price book: the first of them what was known then, others what corrects it.
     """
 
     __tablename__ = "ledger"
     __table_args__ = (
-        CheckConstraint("kind in ('usage', 'late', 'credit', 'debit', 'reversal')", name="kind"),
+        CheckConstraint(
+            "kind in ('usage', 'late', 'hours', 'credit', 'debit', 'reversal')", name="kind"
+        ),
         CheckConstraint("account in ('revenue', 'absorbed', 'credit', 'adjust')", name="account"),
         CheckConstraint(
-            "(kind in ('usage', 'late')) = (price_book_id is not null)", name="price_book"
+            "(kind in ('usage', 'late', 'hours')) = (price_book_id is not null)", name="price_book"
         ),
         CheckConstraint(
             "case kind when 'credit' then amount_pico < 0 and account = 'credit'"
             " when 'debit' then amount_pico > 0 and account = 'adjust'"
             " when 'reversal' then account in ('credit', 'adjust')"
+            " when 'hours' then account = 'revenue'"
             " else account in ('revenue', 'absorbed') end",
             name="sign",
+        ),
+        CheckConstraint(
+            "(kind = 'hours') = (day is not null) and (kind = 'hours') = (seconds is not null)"
+            " and (kind <> 'hours' or adapter_version_id is not null)",
+            name="hours",
         ),
         Index("ix_ledger_tenant_id_entry_id", "tenant_id", "entry_id"),
         Index(
@@ -120,6 +136,7 @@ class LedgerEntry(Base):
             "entry_id",
             postgresql_where=text("kind in ('credit', 'debit', 'reversal')"),
         ),
+        Index("ix_ledger_hours", "tenant_id", "day", postgresql_where=text("kind = 'hours'")),
         {"postgresql_partition_by": "RANGE (entry_id)"},
     )
 
@@ -139,6 +156,18 @@ class LedgerEntry(Base):
     amount_pico: Mapped[Pico]
     description: Mapped[str | None] = mapped_column(String(400))  # why: credits, debits, reversals
     occurred_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    # Of hours: whole seconds on a day in the tenant's billing_tz; below zero in a correction.
+    day: Mapped[date | None] = mapped_column(Date)
+    seconds: Mapped[BigInt | None]
+
+
+class AdapterHoursProgress(Base):
+    """Up to which of its days a tenant's adapter-hours have been booked."""
+
+    __tablename__ = "adapter_hours_progress"
+
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    booked_to: Mapped[date] = mapped_column(Date)  # exclusive
 
 
 class LedgerReversal(Base):
@@ -185,12 +214,14 @@ class UsageDaily(Base):
 
 
 # Marks of buckets that changed since they were rolled up, several per bucket. Each settle adds its own,
-# so that whoever deletes a mark has seen what it stands for.
+# so that whoever deletes a mark has seen what it stands for, and names its request. Without one the
+# bucket has changed in another way, and what is rolled up of it is worth nothing.
 rollup_dirty = Table(
     "rollup_dirty",
     Base.metadata,
     Column("tenant_id", Uuid(as_uuid=True), nullable=False),
     Column("day", Date, nullable=False),
+    Column("entry_id", Uuid(as_uuid=True)),
     Index("ix_rollup_dirty_tenant_id_day", "tenant_id", "day"),
 )
 
@@ -285,7 +316,8 @@ class Invoice(Base):
 
 
 class InvoiceLine(Base):
-    """quantity x unit price = exact amount, rounded to cents once, half-even."""
+    """quantity x unit price = exact amount, rounded to cents once, half-even. Of hours the quantity is
+    seconds, the unit price that of an hour, and the amount the sum of days, each rounded to the pico."""
 
     __tablename__ = "invoice_lines"
     __table_args__ = (
@@ -295,7 +327,10 @@ class InvoiceLine(Base):
             name="fk_invoice_lines_tenant_id_invoice_id_invoices",
         ),
         CheckConstraint("section in ('usage', 'earlier', 'adjustment')", name="section"),
-        CheckConstraint("amount_pico = quantity * unit_price_pico", name="amount"),
+        CheckConstraint(
+            "price_class = 'adapter_hour' or amount_pico = quantity * unit_price_pico",
+            name="amount",
+        ),
         Index(
             "ix_invoice_lines_entry",
             "entry_id",

@@ -52,7 +52,12 @@ class CallPool:
         return row
 
     async def find(self, query: str, parameters: Mapping[str, object]) -> Row | None:
-        """The statement's first row.
+        """The statement's first row, if it has one; raises what `rows` does."""
+        rows = await self.rows(query, parameters)
+        return rows[0] if rows else None
+
+    async def rows(self, query: str, parameters: Mapping[str, object]) -> list[Row]:
+        """All rows of the statement.
 
         Args:
             query: with %(name)s for parameters; prepared by the server on first use.
@@ -86,13 +91,12 @@ class CallPool:
         """Close all connections."""
         await self._engine.dispose()
 
-    async def _once(self, query: str, parameters: Mapping[str, object]) -> Row | None:
+    async def _once(self, query: str, parameters: Mapping[str, object]) -> list[Row]:
         lent = await self._engine.raw_connection()
         connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_database_engine`
         try:
             cursor = await connection.execute(query, parameters, prepare=True)
-            row: Row | None = await cursor.fetchone()
-            return row
+            return await cursor.fetchall()
         finally:
             if connection.info.transaction_status != TransactionStatus.IDLE:
                 await greenlet_spawn(lent.invalidate)

@@ -90,6 +90,12 @@ class Attempt(Base):
             name="not_negative",
         ),
         CheckConstraint("cached_tokens between 0 and prompt_tokens", name="cached_tokens"),
+        Index(
+            "ix_attempts_absorbed",
+            "request_id",
+            postgresql_include=["tenant_id", "absorbed"],
+            postgresql_where=text("absorbed > 0"),
+        ),
         {"postgresql_partition_by": "RANGE (request_id)"},
     )
 

@@ -44,6 +44,10 @@ class Limit(Base):
         CheckConstraint("burst >= 1", name="burst"),
         CheckConstraint("fail_mode in ('open', 'closed', 'local')", name="fail_mode"),
         CheckConstraint("valid_from < valid_to", name="valid"),
+        CheckConstraint(
+            "not is_opening or (not is_hard and alert_pct = '{}' and valid_from is null)",
+            name="opening",
+        ),
         Index(
             "uq_limits_what",
             "scope_kind",
@@ -69,6 +73,8 @@ class Limit(Base):
     value: Mapped[Pico]
     burst: Mapped[BigInt | None]
     is_hard: Mapped[bool] = mapped_column(server_default=text("true"))
+    # Stands for a quota whose windows are being counted (quotas/opening.py); shown to nobody.
+    is_opening: Mapped[bool] = mapped_column(server_default=text("false"))
     fail_mode: Mapped[str] = mapped_column(String(8), server_default="local")
     alert_pct: Mapped[list[int]] = mapped_column(ARRAY(SmallInteger), server_default="{}")
     valid_from: Mapped[datetime | None]
@@ -78,6 +84,17 @@ class Limit(Base):
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
     used_then: Mapped[Pico] = mapped_column(server_default=text("0"))
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
+
+
+class SharedLimitsVersion(Base):
+    """The one row that counts changes of the limits that tenants share, as `tenants.limits_version` does
+    of a tenant's own. None: there was no change, and it is 1."""
+
+    __tablename__ = "shared_limits_version"
+    __table_args__ = (CheckConstraint("is_only", name="is_only"),)
+
+    is_only: Mapped[bool] = mapped_column(primary_key=True, server_default=text("true"))
+    version: Mapped[BigInt] = mapped_column(server_default=text("1"))
 
 
 class QuotaWindow(Base):

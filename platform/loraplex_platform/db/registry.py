@@ -10,6 +10,7 @@ from sqlalchemy import (
     CheckConstraint,
     ForeignKey,
     ForeignKeyConstraint,
+    Identity,
     Index,
     String,
     UniqueConstraint,
@@ -159,3 +160,27 @@ class DeploymentRevision(Base):
     params: Mapped[Json]
     sha256: Mapped[str] = mapped_column(String(64))  # of the canonical JSON of the above
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class DeploymentEvent(Base):
+    """From when on a tenant's deployment points at which version; null: at the base, or it is archived.
+
+    Written by a trigger of `deployments` alone, and never changed: adapter-hours are counted from it.
+    """
+
+    __tablename__ = "deployment_events"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "deployment_id"],
+            ["deployments.tenant_id", "deployments.id"],
+            name="fk_deployment_events_tenant_id_deployment_id_deployments",
+        ),
+        Index("ix_deployment_events_tenant_id_at", "tenant_id", "at"),
+        Index("ix_deployment_events_deployment_id_at", "deployment_id", "at"),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    tenant_id: Mapped[UUID]
+    deployment_id: Mapped[UUID]
+    at: Mapped[datetime]
+    adapter_version_id: Mapped[UUID | None]

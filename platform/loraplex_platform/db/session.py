@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.pool import AsyncAdaptedQueuePool, QueuePool
 from sqlalchemy.pool.base import ConnectionPoolEntry
 
+from loraplex_platform.db.batched_calls import BatchedCalls
 from loraplex_platform.db.calls import CallPool
 from loraplex_platform.db.errors import (
     DatabaseUnavailableError as DatabaseUnavailableError,  # noqa: PLC0414 # caught from here
@@ -54,6 +55,20 @@ class SessionFactory(async_sessionmaker[AsyncSession]):
     def __init__(self, engine: AsyncEngine, calls: CallPool) -> None:
         super().__init__(engine, expire_on_commit=False)
         self.calls = calls
+        self._batched: dict[str, BatchedCalls] = {}
+
+    def batched(self, query: str) -> BatchedCalls:
+        """Single statements of a kind, those that come together in one; `query` as there."""
+        batched = self._batched.get(query)
+        if batched is None:
+            batched = self._batched[query] = BatchedCalls(self.calls, query)
+        return batched
+
+    async def close(self) -> None:
+        """End what is under way in statements of its own."""
+        for batched in self._batched.values():
+            await batched.close()
+        await self.calls.close()
 
 
 class _AsyncPool(AsyncAdaptedQueuePool):
@@ -230,7 +245,7 @@ class Database:
     async def close(self) -> None:
         """Close all connections."""
         await self.engine.dispose()
-        await self.sessions.calls.close()
+        await self.sessions.close()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:

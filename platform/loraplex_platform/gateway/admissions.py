@@ -25,6 +25,7 @@ from loraplex_platform.rates.queries import Place, running_places
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.tenancy.authentication import Authenticated, authenticate
 from loraplex_platform.tenancy.key_cache import KeyCache
+from loraplex_platform.tenancy.unknown_keys import UnknownKeys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -74,7 +75,9 @@ class Admissions:
             redis = DeadlineRedis(url.get_secret_value(), RedisMetrics(registry))
         try:
             yield cls(
-                KeyCache(find_caller, registry, ttl_s=settings.key_cache_s),
+                KeyCache(
+                    find_caller, registry, unknown=UnknownKeys(redis), ttl_s=settings.key_cache_s
+                ),
                 LimitsCache(find_limits, ttl_s=settings.key_cache_s),
                 RateLimiter(redis, find_running, registry),
             )

@@ -59,6 +59,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(models.router)
     app.include_router(operations.router)
     app.include_router(docs.router)
+    app.router.routes[:0] = completions.direct_routes()
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.max_body_bytes)
     app.add_middleware(  # the outermost: added last
         RequestContext, metrics=gateway.metrics, failpoints=gateway.failpoints

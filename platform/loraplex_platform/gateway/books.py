@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import Literal
 from uuid import UUID
 
 import structlog
@@ -15,6 +16,7 @@ from loraplex_platform.errors import UnavailableError
 from loraplex_platform.gateway.job import Failed, Finished
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.spool import Spool, SpoolError, SpoolRecord, Void, write
+from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Settlement
 
@@ -24,6 +26,10 @@ SETTLE_WAIT_S = 2.0  # how long the books are waited for before an ending goes t
 ANSWER_WAIT_S = 3.0  # how long an answer waits for either; neither waits for the answer
 _SETTLE_RETRY_S = 0.5
 _SETTLE_GIVE_UP_S = 120.0  # by then the lease is long over and the sweeper has settled
+
+
+# What has become of an ending: it is on the books; on our disk; or somebody else has closed the books.
+Closed = Literal["booked", "kept", "overtaken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Books:
     metrics: GatewayMetrics
     spool: Spool | None
 
-    async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> None:
+    async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> Closed:
         """Write the ending: to the database or, while that is away, to the spool.
 
         It is on a disk when this returns, unless there is no spool or it refuses: then this tries
@@ -60,13 +66,17 @@ class Books:
             if is_late and self.spool is not None and await self._has_spooled(record):
                 # Not cancelled: it may be at its COMMIT, and twice is as good as once.
                 self.spool.watch(writing)
-                is_applied = True
+                closed: Closed = "kept"
             else:
-                is_applied = await writing
+                closed = await writing
         except UnavailableError:
-            is_applied = await self._has_spooled(record) or await self._write_at_last(record)
-        if is_applied:
+            if await self._has_spooled(record):
+                closed = "kept"
+            else:
+                closed = await self._write_at_last(record)
+        if closed != "overtaken":
             self._count(ending)
+        return closed
 
     async def _has_spooled(self, record: SpoolRecord) -> bool:
         if self.spool is None:
@@ -77,7 +87,7 @@ class Books:
             return False
         return True
 
-    async def _write_at_last(self, record: SpoolRecord) -> bool:
+    async def _write_at_last(self, record: SpoolRecord) -> Closed:
         """Try again for as long as it can matter."""
         give_up_s = time.monotonic() + _SETTLE_GIVE_UP_S
         while time.monotonic() < give_up_s:
@@ -86,7 +96,7 @@ class Books:
             with contextlib.suppress(UnavailableError):
                 return await self._write(record)
         log.error("settle_given_up", request_id=str(self.request_id))
-        return False
+        return "overtaken"
 
     def _record(self, ending: Ending, lease_token: int, first_token_s: float | None) -> SpoolRecord:
         status, code = _http_outcome(ending.event)
@@ -115,8 +125,12 @@ class Books:
             )
         )
 
-    async def _write(self, record: SpoolRecord) -> bool:
-        return (await write(self.sessions, record)).applied
+    async def _write(self, record: SpoolRecord) -> Closed:
+        if (await write(self.sessions, record)).applied:
+            return "booked"
+        # The acknowledgement of our own COMMIT may have been lost: then this was the second time.
+        is_ours = await metering.was_closed_by(self.sessions, self.request_id, self.owner)
+        return "booked" if is_ours else "overtaken"
 
     def _count(self, ending: Ending) -> None:
         usage, reason = ending.usage, ending.finish_reason or ""

@@ -27,6 +27,7 @@ Point = Literal[
     "inside_tx1",
     "after_tx1",
     "before_dispatch",
+    "before_send",  # the lease has been looked at, the engine has not heard of the request
     "after_first_token",
     "mid_stream",  # with each later event of the engine's
     "before_terminal",  # the engine's last event is here, and not looked at yet

@@ -246,6 +246,18 @@ _RATE_HEADERS: Final = {
         ("reset", "Until nothing of it is used, as `350ms` or `1m30s`"),
     )
 } | {
+    "RateLimit-Policy": {
+        "description": "The limits on requests a minute and at a time, of the caller's own scopes, as the "
+        "IETF's draft writes them (draft-ietf-httpapi-ratelimit-headers): a list of structured fields.",
+        "required": False,
+        "schema": {"type": "string"},
+    },
+    "RateLimit": {
+        "description": "How they stand: what remains (`r`), and the seconds until nothing of it is used, or, "
+        "in a refusal, until a request fits (`t`).",
+        "required": False,
+        "schema": {"type": "string"},
+    },
     "x-loraplex-rate-limits": {
         "description": "`degraded`: the limits were checked by this gateway alone.",
         "required": False,

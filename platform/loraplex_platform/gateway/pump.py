@@ -12,9 +12,11 @@ one of these closes the books:
 | client gone | billed: prompt and what the engine had generated when it saw the abort |
 | engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
 | refused by the engine, gone before dispatch, or not the first with its Idempotency-Key | void |
-| lease lost (the sweeper took over) | none here: the sweeper settles |
+| lease lost (the sweeper took over) | none here: the sweeper settles, and the tenant pays nothing |
 
 Where Postgres does not take the ending it goes to the spool (`spool.py`), before the client hears of it.
+So whoever has heard the end of an answer pays for it, and nobody hears more of one whose lease we know
+to be lost: a process that stood still asks before it goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import OverloadedError, PlatformError, UnavailableError
 from loraplex_platform.gateway.admissions import RateGate
-from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Ending
+from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Closed, Ending
 from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
@@ -106,6 +108,9 @@ class Pump:
     _is_dispatched: bool = field(default=False, init=False)  # the engine may know of it
     _has_aborted: bool = field(default=False, init=False)
     _has_lost_lease: bool = field(default=False, init=False)
+    # What is not told yet, while somebody asks whether the lease is still ours; None: nobody does.
+    _held: list[PumpEvent] | None = field(default=None, init=False)
+    _asking: asyncio.Task[None] | None = field(default=None, init=False)
     _killed_by: PlatformError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -138,14 +143,27 @@ class Pump:
     def lose_lease(self) -> None:
         """The sweeper has taken over: stop the engine, leave the books alone."""
         self._has_lost_lease = True
-        self.kill(EngineLostMidwayError("The request was given up.", retry_after_s=RETRY_AFTER_S))
+        self.kill(_given_up())
+
+    def note_renewed(self, asked_s: float) -> None:
+        """The lease was extended by a statement that began then (monotonic)."""
+        self._lease_ends_s = asked_s + self.lease_s
+
+    def note_database_away(self) -> None:
+        """The lease could not be extended. What runs goes on: we are awake, and nobody can sweep either.
+
+        Should only we be cut off, the sweeper stops the engine, and we hear of it from there.
+        """
+        now_s = time.monotonic()
+        if self._is_dispatched and now_s < self._lease_ends_s:
+            self._lease_ends_s = now_s + self.lease_s
 
     @property
     def renewal(self) -> Renewal | None:
         """The lease to extend, if one is held."""
         if self.lease_token is None or self.is_over:
             return None
-        # The sweeper may bill up to the checkpoint: nothing past a stop string may be in it.
+        # The sweeper may bill an abort up to the checkpoint: nothing past a stop string may be in it.
         checkpoint = sum(choice.num_kept for choice in self._choices)
         return Renewal(self.job.request_id, self.lease_token, checkpoint)
 
@@ -274,6 +292,7 @@ class Pump:
                     continue
             except UnavailableError as error:
                 return self._void(error)
+            self.failpoints.hit("before_send")
             self._is_dispatched = True
             try:
                 self._stream = await self.replica.client.generate(self._message())
@@ -301,10 +320,10 @@ class Pump:
         renewal = self.renewal
         if renewal is None or time.monotonic() < self._lease_ends_s:
             return True
-        ends_s = time.monotonic() + self.lease_s
+        asked_s = time.monotonic()
         renewing = metering.renew(self.sessions, [renewal], lease_s=self.lease_s)
         lost = await within(self.database_deadline_s, renewing)
-        self._lease_ends_s = ends_s
+        self.note_renewed(asked_s)
         return not lost
 
     async def _reroute(self, refused_by: set[str]) -> bool:
@@ -384,7 +403,33 @@ class Pump:
 
     def _release(self, index: int, piece: TextPiece) -> None:
         if piece:
-            self.events.put_nowait(ChoicePiece(index, piece))
+            self._tell(ChoicePiece(index, piece))
+
+    def _tell(self, event: PumpEvent) -> None:
+        """Let the listener have it, unless we stood still past the end of our lease: then ask first.
+
+        What we held may be void by then, and what we reserved given to others.
+        """
+        if self._has_lost_lease:
+            return
+        if self._held is None:
+            if time.monotonic() < self._lease_ends_s:
+                self.events.put_nowait(event)
+                return
+            self._held = []
+            self._asking = asyncio.create_task(self._tell_if_held())
+        self._held.append(event)
+
+    async def _tell_if_held(self) -> None:
+        """Tell what waits for it, once the lease is known to be ours."""
+        try:
+            if not await self._holds_lease():
+                self.lose_lease()
+        except UnavailableError:
+            self._lease_ends_s = time.monotonic() + self.lease_s  # as `note_database_away`
+        held, self._held = self._held or [], None
+        for event in held:
+            self._tell(event)
 
     def _end_choice(self, index: int, reason: FinishReasonText) -> None:
         """Release the rest of a choice and say that it has ended, once."""
@@ -392,7 +437,7 @@ class Pump:
         if choice.reason is None:
             self._release(index, choice.text.finish())
             choice.reason = reason
-            self.events.put_nowait(ChoiceEnded(index, reason))
+            self._tell(ChoiceEnded(index, reason))
 
     @property
     def _has_all_text(self) -> bool:
@@ -453,10 +498,16 @@ class Pump:
         )
 
     async def _close_books(self, ending: Ending) -> None:
-        """Write the ending; tell the client meanwhile."""
+        """Write the ending, then tell the client.
+
+        A client is told the end of its answer only where it is on the books or on our disk; where both are
+        away for longer than a client may wait, we answer on what we remember.
+        """
+        if self._asking is not None:
+            await self._asking
         if self._has_lost_lease:
-            await self._leave(_use_of(ending))
-            self.events.put_nowait(ending.event)
+            await self._leave(TokenUse(0, 0))
+            self.events.put_nowait(_unless_finished(ending.event))
             return
         job = self.job
         books = Books(
@@ -471,8 +522,25 @@ class Pump:
         await self._leave(_use_of(ending))
         await asyncio.wait({closing}, timeout=ANSWER_WAIT_S)
         self.failpoints.hit("after_tx2")
-        self.events.put_nowait(ending.event)
+        is_ours = await self._is_ours(closing.result() if closing.done() else None)
+        self.events.put_nowait(ending.event if is_ours else _unless_finished(ending.event))
         await closing
+
+    async def _is_ours(self, closed: Closed | None) -> bool:
+        """Whether our ending counts. None: it is not written yet.
+
+        If we stood still past our lease, the sweeper may have been faster than what we wrote to our disk.
+        """
+        if closed in ("booked", "overtaken"):
+            return closed == "booked"
+        if time.monotonic() < self._lease_ends_s:
+            return True
+        try:
+            return await self._holds_lease() or await metering.was_closed_by(
+                self.sessions, self.job.request_id, self.owner
+            )
+        except UnavailableError:
+            return True
 
     # ------------------------------------------------------------------ small things
 
@@ -512,13 +580,22 @@ class Pump:
             welcome = self.replica.client.welcome
             fingerprint = self.replica.record.model_fingerprint
             self.failpoints.hit("after_first_token")
-            self.events.put_nowait(
-                Started(fingerprint if welcome is None else welcome.model_fingerprint)
-            )
+            self._tell(Started(fingerprint if welcome is None else welcome.model_fingerprint))
         if choice.last_token_s is not None:
             gap_s = (now_s - choice.last_token_s) / num_tokens
             self.metrics.inter_token_latency.observe(self.job.endpoint, gap_s, num_tokens)
         choice.last_token_s = now_s
+
+
+def _given_up() -> EngineLostMidwayError:
+    return EngineLostMidwayError(
+        "The request was given up; nothing is billed.", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def _unless_finished(event: Finished | Failed) -> Failed:
+    """What a client hears whose request the sweeper has settled: not the end of a free answer."""
+    return event if isinstance(event, Failed) else Failed(_given_up())
 
 
 def _use_of(ending: Ending) -> TokenUse | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import structlog
 
@@ -87,10 +88,27 @@ class PumpSupervisor:
     async def _renew_leases(self) -> None:
         pumps = {pump.job.request_id: pump for pump in self._tasks.values()}
         renewals = [r for pump in pumps.values() if (r := pump.renewal) is not None]
-        for request_id in await metering.renew(self._sessions, renewals, lease_s=self._lease_s):
-            pump = pumps[request_id]
-            if pump.renewal is not None:  # not settled by itself meanwhile
-                log.warning("lease_lost", request_id=str(request_id))
+        asked_s = time.monotonic()
+        renewing = asyncio.create_task(
+            metering.renew(self._sessions, renewals, lease_s=self._lease_s)
+        )
+        try:
+            while not (await asyncio.wait({renewing}, timeout=self._renew_interval_s))[0]:
+                for pump in pumps.values():
+                    pump.note_database_away()
+            lost = await renewing
+        except UnavailableError:
+            for pump in pumps.values():
+                pump.note_database_away()
+            raise
+        finally:
+            renewing.cancel()
+        for renewal in renewals:
+            pump = pumps[renewal.request_id]
+            if renewal.request_id not in lost:
+                pump.note_renewed(asked_s)
+            elif pump.renewal is not None:  # not settled by itself meanwhile
+                log.warning("lease_lost", request_id=str(renewal.request_id))
                 pump.lose_lease()
 
     async def drain(self, grace_s: float, error: PlatformError) -> None:

@@ -8,11 +8,10 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import (
-    BindParameter,
+    ColumnElement,
     Select,
     Text,
     Uuid,
-    bindparam,
     func,
     literal_column,
     or_,
@@ -32,6 +31,7 @@ from loraplex_platform.db import (
     Tenant,
 )
 from loraplex_platform.db.base import Json
+from loraplex_platform.db.batched_calls import one_item
 from loraplex_platform.db.session import SessionFactory
 
 _FALLBACK_SEEN_WITHIN = timedelta(days=1)
@@ -55,7 +55,7 @@ class ServedModel:
 
 
 def _visible(
-    tenant_id: UUID | BindParameter[UUID], base_model: str | BindParameter[str]
+    tenant_id: UUID | ColumnElement[UUID], base_model: str | ColumnElement[str]
 ) -> Select[str, str, UUID, UUID, UUID | None, str | None, datetime, str, UUID, UUID | None]:
     return (
         select(
@@ -91,19 +91,29 @@ def _visible(
     )
 
 
-def _compile_find() -> tuple[str, dict[str, object]]:
-    """As text for the driver with its constants, once: every request asks this."""
-    statement = (
-        _visible(bindparam("tenant_id", type_=Uuid()), bindparam("base_model", type_=Text()))
-        .where(Deployment.public_name == bindparam("public_name", type_=Text()))
+def _compile_find() -> str:
+    """As text for the driver, once, for many at a time: every request asks this."""
+    found = (
+        _visible(
+            literal_column("asked.tenant_id", Uuid()), literal_column("asked.base_model", Text())
+        )
+        .where(Deployment.public_name == literal_column("asked.public_name", Text()))
         .order_by(Deployment.tenant_id.is_(None))
         .limit(literal_column("1"))
     )
-    compiled = statement.compile(dialect=psycopg_dialect())  # type: ignore[no-untyped-call] # SQLAlchemy's
-    return str(compiled), dict(compiled.params)
+    compiled = found.compile(
+        dialect=psycopg_dialect(),  # type: ignore[no-untyped-call] # SQLAlchemy's
+        compile_kwargs={"literal_binds": True},
+    )
+    return f"""
+        select asked.item, found.*
+        from jsonb_to_recordset(%(batch)s::jsonb)
+            as asked (item integer, tenant_id uuid, base_model text, public_name text)
+        left join lateral ({compiled}) as found on true
+    """  # noqa: S608 # SQLAlchemy's text
 
 
-_FIND_MODEL, _CONSTANTS = _compile_find()
+_FIND_MODELS = _compile_find()
 
 
 async def find_model(
@@ -113,8 +123,10 @@ async def find_model(
     if "\0" in public_name:  # Postgres has no such text, so nothing is called that
         return None
     asked = {"tenant_id": tenant_id, "base_model": base_model, "public_name": public_name}
-    row = await sessions.calls.find(_FIND_MODEL, _CONSTANTS | asked)
-    return None if row is None else ServedModel(*row)
+    found = await sessions.batched(_FIND_MODELS).call(asked)
+    if found is None:
+        found = await sessions.calls.call(_FIND_MODELS, {"batch": one_item(asked)})
+    return None if found[1] is None else ServedModel(*found[1:])
 
 
 async def list_models(session: AsyncSession, tenant_id: UUID, base_model: str) -> list[ServedModel]:

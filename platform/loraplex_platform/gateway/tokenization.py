@@ -1,4 +1,4 @@
-"""Text to token ids, off the event loop, and what the base model's folder says about its tokens.
+"""Text to token ids, long ones off the event loop, and what the base model's folder says about its tokens.
 
 Rules for special tokens (`<|im_end|>` written by a caller):
 * chat: the caller's text never becomes a control token; it is encoded as the characters it is;
@@ -38,6 +38,9 @@ _SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 _NUM_THREADS = 2
+# So many characters, and messages, take less than handing them to a thread and waiting for it.
+_SHORT = 1024
+_FEW = 8
 # A normalizer may shrink text before it is cut into tokens (NFKC, at most about so much).
 _NORMALIZER_FACTOR = 8
 
@@ -143,7 +146,7 @@ class BaseTokenizer:
         context_length: int,
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
-        """Render and encode, in a thread.
+        """Render and encode; what is long in a thread.
 
         Raises:
             ChatTemplateError: the template refused the messages.
@@ -157,11 +160,15 @@ class BaseTokenizer:
         self._check_bytes([*texts, *shown], context_length, "messages")
         if len(messages) > context_length:
             raise too_long(len(messages), context_length, "messages", at_least=True)
+        if sum(map(len, texts)) + sum(map(len, shown)) <= _SHORT and len(messages) <= _FEW:
+            return self.encode_chat_now(messages, tools, context_length)
         return await self._in_thread(self.encode_chat_now, messages, tools, context_length)
 
     async def encode_prompt(self, prompt: str, context_length: int) -> list[int]:
-        """Encode a raw prompt, in a thread; raises `ContextLengthError` as `encode_chat` does."""
+        """Encode a raw prompt, a long one in a thread; raises `ContextLengthError` as `encode_chat`."""
         self._check_bytes([prompt], context_length, "prompt")
+        if len(prompt) <= _SHORT:
+            return self.encode_prompt_now(prompt)
         return await self._in_thread(self.encode_prompt_now, prompt)
 
     async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
@@ -220,6 +227,8 @@ def too_long(
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) <= _SHORT:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     # The batch call releases the interpreter lock while it works; the single one does not.
     [encoding] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)

@@ -303,7 +303,7 @@ _RULES = (
         where q.period_start >= :since_time
             and (q.period_end is null or q.period_end > now() - make_interval(secs => q.window_s))
             and exists (select from limits l
-                where l.scope_kind = q.scope_kind and l.scope_id = q.scope_id
+                where not l.is_opening and l.scope_kind = q.scope_kind and l.scope_id = q.scope_id
                     and l.metric = q.metric and l.period = q.period and l.window_s = q.window_s)
             and (q.committed, q.held) is distinct from (books.used, books.held)
         union all

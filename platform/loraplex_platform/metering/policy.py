@@ -4,7 +4,7 @@
 |---|---|---|
 | completed | prompt + output up to and including the token that completes the stop string or is eos | - |
 | aborted (by the client) | prompt + what was generated until the abort | - |
-| fault, lost (engine or platform failed, a gateway died before the engine was done: docs/adr/0004) | nothing | prompt + all output |
+| fault, lost (an engine, a gateway or the platform failed: docs/adr/0004) | nothing | prompt + all output |
 | any outcome of a probe | nothing | prompt + all output |
 
 Tokens sampled past a stop string, or past an abort, are discarded: nobody pays, but they are counted,

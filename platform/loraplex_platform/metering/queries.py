@@ -6,9 +6,9 @@ transaction.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -55,6 +55,13 @@ from loraplex_settle(
     p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer)
 """
 
+# Of many requests: `item` says which. Those that have no row are asked for by the statements above.
+BOOK: Final = """
+select item, outcome, lease_token, lease_until, price_book_id, max_tokens, blocking, applied,
+    amount_pico
+from loraplex_book(%(batch)s::jsonb)
+"""
+
 VOID: Final = """
 select loraplex_void(
     p_request_id => %(request_id)s, p_lease_token => %(lease_token)s,
@@ -90,7 +97,8 @@ _CLAIM = text("""
 with due as (
     select id from requests
     where state = 'reserved' and lease_until < now() - make_interval(secs => :grace_s)
-    order by lease_until limit :limit for update skip locked
+        and id = any(cast(:ids as uuid[]))
+    order by id for update skip locked
 )
 update requests set
     lease_token = lease_token + 1,
@@ -100,9 +108,12 @@ returning requests.id
 """)
 
 
+_RESERVATION_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Reservation))
+
+
 def reserve_parameters(reservation: Reservation) -> dict[str, object]:
     """Of `RESERVE`."""
-    return asdict(reservation) | {
+    return {name: getattr(reservation, name) for name in _RESERVATION_FIELDS} | {
         "max_tokens": reservation.est_completion_tokens // reservation.num_choices,
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
@@ -206,22 +217,36 @@ async def assign(
     )
 
 
+async def find_expired(session: AsyncSession, *, grace_s: float, limit: int) -> list[Request]:
+    """Requests whose owner has fallen silent, the oldest silence first."""
+    statement = (
+        select(Request)
+        .where(
+            Request.state == "reserved",
+            Request.lease_until < func.now() - timedelta(seconds=grace_s),
+        )
+        .order_by(Request.lease_until)
+        .limit(limit)
+    )
+    return list((await session.scalars(statement)).all())
+
+
 async def claim_expired(
-    session: AsyncSession, *, grace_s: float, lease_s: float, limit: int
+    session: AsyncSession, ids: Sequence[UUID], *, grace_s: float, lease_s: float
 ) -> list[Request]:
-    """Take over requests whose owner has fallen silent; other sweepers' rows are skipped."""
-    parameters = {"grace_s": grace_s, "lease_s": lease_s, "limit": limit}
-    ids = (await session.scalars(_CLAIM, parameters)).all()
-    if not ids:
+    """Take over those of them that are silent still; other sweepers' rows are skipped."""
+    parameters = {"ids": list(ids), "grace_s": grace_s, "lease_s": lease_s}
+    claimed = (await session.scalars(_CLAIM, parameters)).all()
+    if not claimed:
         return []
-    statement = select(Request).where(Request.id.in_(ids)).order_by(Request.id)
+    statement = select(Request).where(Request.id.in_(claimed)).order_by(Request.id)
     return list((await session.scalars(statement)).all())
 
 
 async def extend_claim(
     session: AsyncSession, request_id: UUID, lease_token: int, lease_s: float
 ) -> bool:
-    """Set when a claimed row is due again."""
+    """Set when a row is due again, whoever holds it, if its lease token is still this one."""
     until = func.now() + timedelta(seconds=lease_s)
     return await _update_held(session, request_id, lease_token, {"lease_until": until})
 

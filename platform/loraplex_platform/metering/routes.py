@@ -30,7 +30,7 @@ from loraplex_platform.metering.schemas import (
     InvariantsResource,
     RequestResource,
     UsageReport,
-    UsageRowResource,
+    encode_usage,
     show_invariants,
     show_request,
     usage_columns,
@@ -164,7 +164,7 @@ async def get_usage(
     format: Annotated[
         Literal["json", "csv"], Query(description="csv: the whole report, not one page.")
     ] = "json",
-) -> UsageReport | Response:
+) -> Response:
     """Settled requests, their tokens and exact dollars, by time and group.
 
     From the same rows as the bill. Probes are not in it: the platform pays for those.
@@ -179,13 +179,7 @@ async def get_usage(
             media_type="text/csv; charset=utf-8",
             headers={"content-disposition": f'attachment; filename="{name}"'},
         )
-    return UsageReport(
-        data=[UsageRowResource(**usage_fields(row, query)) for row in first.rows],
-        has_more=first.next_page is not None,
-        next_page=first.next_page,
-        time_zone=first.zone,
-        final_until=first.final_until,
-    )
+    return Response(encode_usage(first, query), media_type="application/json")
 
 
 async def _csv(

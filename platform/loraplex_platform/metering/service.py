@@ -5,6 +5,9 @@ its worst case in every quota window. The owner renews the lease while the engin
 transaction. TX2 (`settle`) is a compare-and-set on the lease token that writes the attempts and one
 ledger row and turns what was held into what was used. Whoever raises the token (the sweeper) wins; the
 other one's TX2 does nothing. Every function is safe to call again with the same arguments.
+
+Reservations and settlements that come together are one transaction (`BatchedCalls`), each with a
+verdict of its own; one that would hold up the others is a transaction by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserve
         ConflictError: the id is taken by another request.
         DatabaseUnavailableError: nothing may be dispatched.
     """
-    row = await sessions.calls.call(queries.RESERVE, queries.reserve_parameters(reservation))
+    parameters = queries.reserve_parameters(reservation)
+    booked = await sessions.batched(queries.BOOK).call({"what": "reserve", **parameters})
+    row = await sessions.calls.call(queries.RESERVE, parameters) if booked is None else booked[1:7]
     outcome, lease_token, lease_until, price_book_id, max_tokens, blocking = row
     if outcome == "reserved":
         return Reserved(lease_token, lease_until, price_book_id, max_tokens)
@@ -141,10 +146,24 @@ async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResu
         DatabaseUnavailableError: try again later; the sweeper settles when nobody does.
     """
     parameters = queries.settle_parameters(settlement)
-    result = _settled(*await sessions.calls.call(queries.SETTLE, parameters))
+    booked = await sessions.batched(queries.BOOK).call({"what": "settle", **parameters})
+    row = await sessions.calls.call(queries.SETTLE, parameters) if booked is None else booked[7:9]
+    result = _settled(*row)
     if not result.applied:
         log.info("settle_not_applied", request_id=str(settlement.request_id))
     return result
+
+
+async def was_closed_by(sessions: SessionFactory, request_id: UUID, closer: str) -> bool:
+    """Whether that process has settled or voided the request: what a `settle` that was not applied may
+    mean after its first COMMIT, whose acknowledgement was lost.
+
+    Raises:
+        DatabaseUnavailableError: unknown.
+    """
+    async with sessions() as session:
+        request = await queries.find_request(session, request_id)
+    return request is not None and request.state != "reserved" and request.settled_by == closer
 
 
 async def settle_in(session: AsyncSession, settlement: Settlement) -> SettleResult:

@@ -21,6 +21,7 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraplex_platform.billing.adapter_hours import HOURS_SOURCE
 from loraplex_platform.billing.rollups import USAGE_SOURCE
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.ids import uuid7_floor
@@ -81,7 +82,8 @@ class UsageQuery:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
     """One bucket and group. `requests` counts settled ones; tokens are the billed ones, except
-    `absorbed_tokens`: output tokens that the platform paid for.
+    `absorbed_tokens`: output tokens that the platform paid for. `adapter_seconds`: for which adapter
+    versions were deployed, in days that are over; minutes and hours have none.
 
     `start` and `end` are in the tenant's zone where the row is of one tenant; a row of several, each
     with days of its own, has those of the date in UTC. `date` is that day or month, as text; None for
@@ -104,6 +106,7 @@ class UsageRow:
     cached_tokens: int
     completion_tokens: int
     absorbed_tokens: int
+    adapter_seconds: int
     cost_pico: int
 
 
@@ -133,11 +136,20 @@ select least(cast(:end as timestamptz), now(), (
 ) as zone
 """)
 
-_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "absorbed_tokens")
+_SUMS = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "absorbed_tokens",
+    "adapter_seconds",
+)
 
 # Rows of days; `at` is the bucket's date, as midnight of UTC.
 _DAILY_LINES = """
-{source}, spans as materialized (
+{source}, with_hours as (
+    select source.*, 0 as adapter_seconds from source union all {hours}
+), spans as materialized (
     select tenants.id, spans.*
     from tenants, lateral (select
         cast(cast(:start as timestamptz) at time zone billing_tz as date) as first_day,
@@ -147,7 +159,7 @@ _DAILY_LINES = """
     where cast(:tenant as uuid) is null or tenants.id = cast(:tenant as uuid)
 ), lines as (
     select source.*, cast({bucket} as timestamp) at time zone 'UTC' as at, amount_pico as cost_pico
-    from source join spans on spans.id = source.tenant_id and {range}
+    from with_hours as source join spans on spans.id = source.tenant_id and {range}
 )
 """
 _BUCKETS = {
@@ -171,10 +183,15 @@ lines as (
         case when ledger.account = 'revenue' then ledger.completion_tokens else 0 end
             as completion_tokens,
         case when ledger.account = 'revenue' then ledger.amount_pico else 0 end as cost_pico,
-        (select coalesce(sum(attempts.absorbed), 0) from attempts
-            where attempts.request_id = requests.id) as absorbed_tokens
+        coalesce(absorbed.tokens, 0) as absorbed_tokens, 0 as adapter_seconds
     from requests
     join ledger on ledger.entry_id = requests.id and ledger.kind = 'usage'
+        and ledger.entry_id >= :first_id and ledger.entry_id < :last_id
+    left join (
+        select request_id, sum(absorbed) as tokens from attempts
+        where absorbed > 0 and request_id >= :first_id and request_id < :last_id
+        group by request_id
+    ) as absorbed on absorbed.request_id = requests.id
     where requests.state = 'settled' and requests.kind = 'user'
         and requests.id >= :first_id and requests.id < :last_id
         and requests.admitted_at >= :start and requests.admitted_at < :end
@@ -252,7 +269,10 @@ def _lines(query: UsageQuery) -> tuple[str, dict[str, Any]]:
     bucket, in_range = _BUCKETS[query.bucket_width]
     # A month is whole, and a zone at most a day from UTC; `spans` has each tenant's own range.
     slack = timedelta(days=32 if query.bucket_width == "1mo" else 1)
-    return _DAILY_LINES.format(source=USAGE_SOURCE, bucket=bucket, range=in_range), {
+    filled = _DAILY_LINES.format(
+        source=USAGE_SOURCE, hours=HOURS_SOURCE, bucket=bucket, range=in_range
+    )
+    return filled, {
         "first_day": (query.start.astimezone(UTC) - slack).date(),
         "last_day": (query.end.astimezone(UTC) + slack).date(),
     }

@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.db.quotas import NO_SCOPE_ID
 from loraplex_platform.quotas.records import EffectiveLimits, LimitScopes, RateLimit, RateMetric
 
-# One statement, so that the version is that of the limits beside it.
+# One statement, so that the versions are those of the limits beside them.
 _RATES = text("""
-select t.limits_version, l.id, l.scope_kind, l.scope_id, l.tenant_id, l.metric, l.value, l.burst,
+select t.limits_version,
+    coalesce((select s.version from shared_limits_version s), 1) as shared_version, l.id, l.scope_kind, l.scope_id, l.tenant_id, l.metric, l.value, l.burst,
     l.fail_mode
 from tenants t
 left join limits l on l.metric = any(cast(:metrics as varchar[])) and l.is_hard
@@ -68,4 +69,9 @@ async def effective_limits(session: AsyncSession, scopes: LimitScopes) -> Effect
         for row in rows
         if row.id is not None
     )
-    return EffectiveLimits(version=rows[0].limits_version if rows else 0, rates=rates)
+    if not rows:
+        return EffectiveLimits(version=0)
+    first = rows[0]
+    return EffectiveLimits(
+        version=first.limits_version, shared_version=first.shared_version, rates=rates
+    )

@@ -13,11 +13,10 @@ from loraplex_platform.db import Limit, Request
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, parse_id, unix_s_of
 from loraplex_platform.metering.queries import find_request
-from loraplex_platform.metering.records import GATEWAY_LOST
 from loraplex_platform.quotas import queries
 from loraplex_platform.quotas.words import amount, limit_name, scope_name
 
-Outcome = Literal["refused", "running", "completed", "aborted", "recovered", "failed", "not_run"]
+Outcome = Literal["refused", "running", "completed", "aborted", "failed", "not_run"]
 
 CLIENT_LEFT = 499  # as the books have it
 
@@ -106,12 +105,6 @@ def _outcome_of(request: Request) -> tuple[Outcome, str]:
         return "not_run", "It was admitted by all limits but no engine ran it; it costs nothing."
     if request.finish_reason == "error" or (request.http_status or 200) >= 500:
         return "failed", "It was admitted by all limits and failed on our side; it costs nothing."
-    if request.error_code == GATEWAY_LOST:
-        return (
-            "recovered",
-            "It was admitted by all limits and run; the gateway that carried it died, so its client may"
-            " not have heard all of the answer. It is charged as far as the engine's books tell.",
-        )
     if request.finish_reason == "abort" or request.http_status == CLIENT_LEFT:
         return (
             "aborted",

@@ -33,7 +33,6 @@ left join quota_windows q on q.scope_kind = l.scope_kind and q.scope_id = l.scop
 where l.id = any(cast(:ids as uuid[])) and l.period in ('day', 'month', 'total', 'rolling')
 group by l.id, p.period_start, p.period_end
 """)
-_SET_UP = text("select loraplex_set_up_quota(:limit_id)")
 _NOTE_USE = text("select loraplex_note_use(:limit_id)")
 _LOCK = text("select loraplex_lock_limits(cast(:tenant_id as uuid))")
 _OLD_WINDOWS = text("""
@@ -49,6 +48,7 @@ _OWNERS: dict[ScopeKind, tuple[InstrumentedAttribute[UUID], InstrumentedAttribut
     "deployment": (Deployment.id, Deployment.tenant_id),
 }
 REFUSALS_KEPT = timedelta(days=14)
+OPENING_AT_MOST = timedelta(hours=1)
 # A refusal is written within a second or two; its request's id has a gateway's clock in it.
 _REFUSAL_SKEW = timedelta(seconds=615)
 
@@ -65,7 +65,7 @@ class Use:
 
 def limits_of(tenant_id: UUID | None) -> Select[Limit]:
     """A tenant's limits; None: everybody's, and the platform's."""
-    statement = select(Limit)
+    statement = select(Limit).where(~Limit.is_opening)
     return statement if tenant_id is None else statement.where(Limit.tenant_id == tenant_id)
 
 
@@ -73,7 +73,7 @@ async def find_limit(
     session: AsyncSession, limit_id: UUID, *, is_locked: bool = False
 ) -> Limit | None:
     """By id."""
-    statement = select(Limit).where(Limit.id == limit_id)
+    statement = select(Limit).where(Limit.id == limit_id, ~Limit.is_opening)
     if is_locked:
         statement = statement.with_for_update().execution_options(populate_existing=True)
     return await session.scalar(statement)
@@ -94,9 +94,9 @@ async def insert_limit(session: AsyncSession, values: dict[str, Any]) -> bool:
     return (await session.execute(statement)).first() is not None
 
 
-async def set_up_quota(session: AsyncSession, limit_id: UUID) -> None:
-    """Count its windows: what is on the ledger, and what is in flight."""
-    await session.execute(_SET_UP, {"limit_id": limit_id})
+async def note_use(session: AsyncSession, limit_id: UUID) -> None:
+    """Keep what is used of it at this moment."""
+    await session.execute(_NOTE_USE, {"limit_id": limit_id})
 
 
 async def wait_for_admissions(session: AsyncSession, tenant_id: UUID | None) -> None:
@@ -112,7 +112,7 @@ async def update_limit(session: AsyncSession, limit_id: UUID, values: dict[str, 
         .values(**values, row_version=Limit.row_version + 1)
         .execution_options(synchronize_session=False)
     )
-    await session.execute(_NOTE_USE, {"limit_id": limit_id})
+    await note_use(session, limit_id)
 
 
 async def delete_limit(session: AsyncSession, limit_id: UUID) -> None:
@@ -166,6 +166,10 @@ async def find_limits(session: AsyncSession, limit_ids: Sequence[UUID]) -> Seque
 
 
 async def purge(session: AsyncSession) -> None:
-    """Delete windows and refusals that nobody will ask for any more."""
+    """Delete windows and refusals that nobody will ask for any more, and quotas whose opening was
+    broken off."""
     await session.execute(_OLD_WINDOWS)
+    await session.execute(
+        delete(Limit).where(Limit.is_opening, Limit.created_at < func.now() - OPENING_AT_MOST)
+    )
     await session.execute(delete(Refusal).where(Refusal.at < func.now() - REFUSALS_KEPT))

@@ -60,9 +60,15 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveLimits:
-    """What holds for one `LimitScopes`. `version`: the tenant's `limits_version` when it was read."""
+    """What holds for one `LimitScopes`.
+
+    Attributes:
+        version: the tenant's `limits_version` when it was read.
+        shared_version: that of the limits that tenants share.
+    """
 
     version: int
+    shared_version: int = 0
     rates: tuple[RateLimit, ...] = ()
 
 

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from fastapi import Depends, Path, Query, Request, Response
 
-from loraplex_platform.control.context import DbSession
+from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
 from loraplex_platform.control.paging import Paging, fetch, to_list
 from loraplex_platform.control.permissions import requires
@@ -17,7 +17,7 @@ from loraplex_platform.db import Limit, Tenant
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id
 from loraplex_platform.quotas import explain as explanations
-from loraplex_platform.quotas import queries, service
+from loraplex_platform.quotas import queries, service, standing
 from loraplex_platform.quotas.records import ScopeKind
 from loraplex_platform.quotas.schemas import (
     ExplanationResource,
@@ -28,6 +28,7 @@ from loraplex_platform.quotas.schemas import (
     SchedulingResource,
     show_limit,
 )
+from loraplex_platform.quotas.standing_schemas import StandingList, show_standing
 from loraplex_platform.tenancy.routes import Owner
 
 router = admin_router("/limits", "Limits")
@@ -48,16 +49,47 @@ def _tenant_filter(
         raise NotFoundError("No such tenant.", param="tenant_id") from None
 
 
+def _key_filter(
+    key_id: Annotated[str, Query(max_length=80, description="The caller's key, `key_...`.")],
+) -> UUID:
+    try:
+        return parse_id("api_key", key_id)
+    except MalformedIdError:
+        raise NotFoundError("No such key.", param="key_id") from None
+
+
+def _deployment_filter(
+    deployment_id: Annotated[
+        str | None,
+        Query(
+            max_length=80,
+            description="Also the limits of this deployment, `dep_...`, and of its adapter.",
+        ),
+    ] = None,
+) -> UUID | None:
+    if deployment_id is None:
+        return None
+    try:
+        return parse_id("deployment", deployment_id)
+    except MalformedIdError:
+        raise NotFoundError("No such deployment.", param="deployment_id") from None
+
+
 @router.post("", status_code=201)
 @requires("limit.write")
 async def create_limit(
-    body: NewLimit, request: Request, response: Response, session: DbSession
+    body: NewLimit,
+    *,
+    request: Request,
+    response: Response,
+    context: Context,
+    session: DbSession,
 ) -> LimitResource:
     """Set a limit: a rate (rpm, tpm_in, tpm_out, tpm_total, concurrency) or a quota of tokens, requests
     or money per day, month, in total or over any last hours. A quota counts from the beginning of its
     period, also when it is set in the middle.
     """
-    made = await service.create_limit(session, request.state.actor, body)
+    made = await service.create_limit(session, request.state.actor, body, sessions=context.sessions)
     set_etag(response, made.limit.row_version)
     return show_limit(made.limit, made.use)
 
@@ -78,6 +110,23 @@ async def list_limits(
     rows, has_more = await fetch(session, statement, Limit.id, page, "limit")
     counted = {one.id: one.use for one in await service.with_uses(session, rows)}
     return to_list(rows, has_more, lambda limit: show_limit(limit, counted[limit.id]))
+
+
+@router.get("/effective")
+@requires("limit.read")
+async def list_effective_limits(
+    context: Context,
+    session: DbSession,
+    *,
+    key: Annotated[UUID, Depends(_key_filter)],
+    deployment: Annotated[UUID | None, Depends(_deployment_filter)],
+) -> StandingList:
+    """All limits that bind a caller now, with what is used, held and left of each, and when it resets.
+
+    Of `platform` and other scopes that tenants share only the operator sees how they stand.
+    """
+    found = await standing.standing_of(session, context.redis, key, deployment)
+    return StandingList(data=[show_standing(one) for one in found])
 
 
 @router.get("/{limit_id}")

@@ -177,7 +177,7 @@ class ExplanationResource(Resource):
     object: Literal["explanation"] = "explanation"
     request_id: str
     tenant_id: str
-    outcome: Literal["refused", "running", "completed", "aborted", "recovered", "failed", "not_run"]
+    outcome: Literal["refused", "running", "completed", "aborted", "failed", "not_run"]
     summary: str
     details: list[str]
     limit_ids: list[str] = Field(description="The limits that refused it or cut its max_tokens.")

@@ -1,13 +1,13 @@
-"""Setting limits. A quota counts from the beginning of its period, whenever it is set.
+"""Setting limits. A quota counts from the beginning of its period, whenever it is set (opening.py).
 
-Setting one waits for the admissions under way and holds new ones of its tenant (of everybody, where it
-counts everybody's requests) until it has counted what the ledger has of the period.
+Changes of limits wait for the admissions under way and hold new ones of the tenant (of everybody, where
+they concern everybody's requests) for as long as it takes to write them down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, get_args
 from uuid import UUID
@@ -19,9 +19,10 @@ from loraplex_platform.billing.money import parse_usd
 from loraplex_platform.control.etag import check_version
 from loraplex_platform.db import Limit, Tenant
 from loraplex_platform.db.quotas import NO_SCOPE_ID
+from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.ids import PREFIXES, MalformedIdError, format_id, parse_id, uuid7
-from loraplex_platform.quotas import queries
+from loraplex_platform.quotas import opening, queries
 from loraplex_platform.quotas.queries import Use
 from loraplex_platform.quotas.records import RateMetric
 from loraplex_platform.quotas.schemas import (
@@ -35,6 +36,7 @@ from loraplex_platform.quotas.schemas import (
 )
 
 RATE_METRICS = frozenset(get_args(RateMetric))
+_COUNTED = [field.name for field in fields(opening.Counted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,19 @@ class CountedLimit:
         return self.limit.id
 
 
-async def create_limit(session: AsyncSession, actor: Actor, new: NewLimit) -> CountedLimit:
-    """Set a limit.
+async def create_limit(
+    session: AsyncSession, actor: Actor, new: NewLimit, *, sessions: SessionFactory
+) -> CountedLimit:
+    """Set a limit. Of a quota it takes as long as counting what has been used of its period.
+
+    Args:
+        sessions: of the same database, for what must be committed before the counting begins.
 
     Raises:
         InvalidRequestError: a field does not fit the metric or the scope.
         NotFoundError: there is nothing of that id.
-        ConflictError: there is a limit of that scope, metric and period already.
+        ConflictError: there is a limit of that scope, metric and period already, or counting took
+            longer than anybody waits.
     """
     scope_id, tenant_id = await _find_scope(session, new)
     values = _checked(new) | {
@@ -65,16 +73,26 @@ async def create_limit(session: AsyncSession, actor: Actor, new: NewLimit) -> Co
         "scope_kind": new.scope_kind,
         "scope_id": scope_id,
     }
+    is_quota = new.metric not in RATE_METRICS
+    opened, used = None, {}
+    if is_quota:
+        what = opening.Counted(**{name: values[name] for name in _COUNTED})
+        await opening.lock(session, what)
+        if not await opening.is_counted(session, what):
+            opened = await opening.open_windows(sessions, what)
+            used = await opening.count(session, opened)
     # Before the insert, which locks the tenant: all changes of limits lock in one order.
     await queries.wait_for_admissions(session, tenant_id)
+    if opened is not None:
+        await opening.close(session, opened, used)
     if not await queries.insert_limit(session, values):
         raise ConflictError(
             "There is a limit of this scope, metric and period already"
             f" ({'hard' if new.hard else 'soft'}): change that one, or remove it first."
         )
     limit_id: UUID = values["id"]
-    if new.metric not in RATE_METRICS:
-        await queries.set_up_quota(session, limit_id)
+    if is_quota:
+        await queries.note_use(session, limit_id)
     made = await get_limit(session, format_id("limit", limit_id))
     record(
         session,
@@ -150,6 +168,10 @@ async def delete_limit(
     """
     limit = await _find(session, limit_id, is_locked=True)
     check_version(if_match, limit.row_version, {}, {})
+    # Who sets another one of its windows must know whether this one counted them.
+    await opening.lock(
+        session, opening.Counted(**{name: getattr(limit, name) for name in _COUNTED})
+    )
     await queries.wait_for_admissions(session, limit.tenant_id)
     await queries.delete_limit(session, limit.id)
     record(

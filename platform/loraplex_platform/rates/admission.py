@@ -13,6 +13,7 @@ from loraplex_platform.quotas.errors import MAX_RETRY_AFTER_S, LimitError
 from loraplex_platform.quotas.records import EffectiveLimits, RateLimit, RateMetric
 from loraplex_platform.quotas.words import amount, limit_name, scope_name
 from loraplex_platform.rates import keys
+from loraplex_platform.rates.header_fields import ratelimit_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +143,15 @@ class Admission:
         return rate_headers(self.views, is_degraded=is_degraded)
 
 
-def rate_headers(views: Iterable[LimitView], *, is_degraded: bool = False) -> dict[str, str]:
-    """`x-ratelimit-*`: of several limits the tightest one, by what is left of it.
+def rate_headers(
+    views: Iterable[LimitView], *, is_degraded: bool = False, is_refused: bool = False
+) -> dict[str, str]:
+    """`x-ratelimit-*`: of several limits the tightest one, by what is left of it; and the IETF's fields.
 
     Limits that tenants share are not shown: how much is left of them is other tenants' business.
     """
-    headers = {}
     own = [view for view in views if view.limit.owner_tenant_id is not None]
+    headers = ratelimit_fields(own, is_refused=is_refused)
     for kind in ("requests", "tokens"):
         of_kind = [view for view in own if _kind(view.limit.metric) == kind]
         if of_kind:
@@ -205,7 +208,7 @@ class RateLimitedError(LimitError):
     @property
     def headers(self) -> dict[str, str]:
         """When to come back, or that it cannot help; and the limits as they are."""
-        shown = rate_headers(self._views, is_degraded=self._is_degraded)
+        shown = rate_headers(self._views, is_degraded=self._is_degraded, is_refused=True)
         if self.retry_after_s is None:
             return shown | {"x-should-retry": "false"}
         # Spread, so that all who were refused together do not come back together.

@@ -39,6 +39,11 @@ def admission(tag: str, request_id: UUID) -> str:
     return f"lpx:{{{tag}}}:admission:{request_id.hex}"
 
 
+def unknown_keys(network: str) -> str:
+    """How many keys that are nobody's were shown from there."""
+    return f"lpx:{{{network}}}:unknown_keys"
+
+
 def names_of(limits: Iterable[RateLimit]) -> dict[UUID, str]:
     """Where each limit's use is kept, by the limit's id.
 

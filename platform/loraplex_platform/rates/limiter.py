@@ -2,7 +2,9 @@
 
 A request is admitted in one script per owner of limits: the tenant's own first, then those that tenants
 share. When the second refuses, the first is given back, so a refusal takes nothing. The same script
-compares versions: a key that was revoked or changed is looked up again before anything is taken.
+compares versions: a key that was revoked or changed is looked up again before anything is taken, and so are
+limits. That of the limits that tenants share lies on another server of a cluster: who has none of
+them asks for it in the same write.
 
 | Redis | what happens |
 |---|---|
@@ -55,6 +57,7 @@ REBUILD_POLL_S = 0.02
 MAX_ROUNDS = 12  # of asking again because versions or the epoch were old
 RENEW_BATCH = 200
 RETRY_AFTER_S = 2.0
+_LIMITS_FIELD = "l"  # of `keys.versions`
 
 Reload = Callable[[], Awaitable[Claim]]
 Running = Callable[[UUID | None], Awaitable[Sequence[Place]]]
@@ -129,23 +132,18 @@ class RateLimiter:
         return admission
 
     async def look(self, claim: Claim) -> tuple[str, list[LimitView]]:
-        """How its limits stand, taking nothing.
+        """How its own limits stand, taking nothing; those that tenants share are shown to nobody.
 
         Returns:
             STALE if Redis knows of newer versions than the claim's, AWAY if it cannot be asked, else
             OK; and the limits.
         """
-        views: list[LimitView] = []
+        own = next(iter(claim.shares()))
         try:
-            redis = await self._connected()
-            for share in claim.shares():
-                verdict, found = await self._ask(redis, claim, share, "look")
-                if verdict == "STALE":
-                    return verdict, []
-                views += found
+            verdict, views = await self._ask(await self._connected(), claim, own, "look")
         except RedisAwayError:
             return "AWAY", []
-        return "OK", views
+        return ("STALE", []) if verdict == "STALE" else ("OK", views)
 
     async def release(self, admission: Admission, used: TokenUse | None) -> None:
         """Give back its places and what it did not use. Never raises; a second call does nothing.
@@ -193,16 +191,35 @@ class RateLimiter:
         return self._redis
 
     async def _admit_in(self, redis: DeadlineRedis, admission: Admission, reload: Reload) -> None:
-        for number in range(2):
-            shares = list(admission.claim.shares())
-            if number < len(shares):
-                await self._admit_share(redis, admission, shares[number], reload)
+        if not await self._admit_all(redis, admission, mode="take"):
+            await self._give_back(admission)
+            admission.claim = await reload()
+            # Postgres has just been asked: whatever Redis says, that holds.
+            await self._admit_all(redis, admission, mode="force")
         self._local.forget_buckets()
 
+    async def _admit_all(self, redis: DeadlineRedis, admission: Admission, *, mode: str) -> bool:
+        """Take from all limits; False: what is known of them is old, and something may be taken."""
+        admission.views.clear()
+        shares = list(admission.claim.shares())
+        is_asked_apart = mode == "take" and shares[-1].owner is not None
+        name = keys.versions(keys.SHARED)
+        ahead = redis.ask_ahead("HGET", name, _LIMITS_FIELD) if is_asked_apart else None
+        for share in shares:
+            if not await self._admit_share(redis, admission, share, mode):
+                return False
+        if not is_asked_apart:
+            return True
+        if ahead is None or not ahead.done() or ahead.exception() is not None:
+            newest = await redis.command("HGET", name, _LIMITS_FIELD)
+        else:
+            newest = ahead.result()
+        return newest is None or int(newest) <= admission.claim.limits.shared_version
+
     async def _admit_share(
-        self, redis: DeadlineRedis, admission: Admission, share: Share, reload: Reload
-    ) -> None:
-        mode = "take" if share.owner is not None else "force"  # shared limits have no versions
+        self, redis: DeadlineRedis, admission: Admission, share: Share, mode: str
+    ) -> bool:
+        """Take from the limits of one owner; False: nothing was taken, a version is old."""
         for _ in range(MAX_ROUNDS):
             # Noted before it is asked: should the answer get lost, it may still have been taken.
             if share not in admission.shares:
@@ -213,12 +230,10 @@ class RateLimiter:
                 await self._rebuild(redis, share)
             elif verdict == "STALE":
                 admission.shares.remove(share)
-                admission.claim = await reload()
-                share = next(iter(admission.claim.shares()))
-                mode = "force"  # Postgres has just been asked: whatever Redis says, that holds
+                return False
             elif verdict == "OK":
                 admission.views += views
-                return
+                return True
             else:
                 admission.shares.remove(share)
                 raise RateLimitedError(admission.claim, [*admission.views, *views])
@@ -229,9 +244,11 @@ class RateLimiter:
     ) -> tuple[str, list[LimitView]]:
         tag, id_ = share.tag, claim.request_id.hex
         names = [keys.versions(tag), keys.epoch(tag), keys.admission(tag, claim.request_id)]
+        known = claim.limits
+        limits_version = known.shared_version if share.owner is None else known.version
         arguments: list[Argument] = [
             *(id_, redis.epoch, claim.key_id.hex),
-            *(claim.key_version, claim.tenant_version, claim.limits.version),
+            *(claim.key_version, claim.tenant_version, limits_version),
             *(mode, self._lease_ms, round(_kept_s(share) * 1000)),
         ]
         for limit in share.limits:

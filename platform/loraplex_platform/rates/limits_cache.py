@@ -15,9 +15,9 @@ Load = Callable[[LimitScopes], Awaitable[EffectiveLimits]]
 
 
 class LimitsCache:
-    """Limits by scopes. A change is seen at the next request by the tenant's `limits_version`, or,
+    """Limits by scopes. A change is seen at the next request by the tenant's `limits_version`, or that of
 
-    where that is not compared (Redis is away, or the limit is no tenant's), within `ttl_s`.
+    the limits that tenants share; while Redis is away, within `ttl_s`.
     """
 
     def __init__(
@@ -50,9 +50,14 @@ class LimitsCache:
         limits = await self._load(scopes)
         newest = self._known.get(scopes)
         # A read that began earlier may end later; what it saw is not newer for that.
-        if newest is None or (newest[0].version, newest[1]) <= (limits.version, asked_s):
+        if newest is None or (_versions(newest[0]), newest[1]) <= (_versions(limits), asked_s):
             self._known[scopes] = (limits, asked_s)
             self._known.move_to_end(scopes)
             if len(self._known) > self._max_entries:
                 self._known.popitem(last=False)
         return limits
+
+
+def _versions(limits: EffectiveLimits) -> tuple[int, int]:
+    """Both grow with every read of a later state."""
+    return limits.version, limits.shared_version

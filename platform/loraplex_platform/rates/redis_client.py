@@ -92,6 +92,15 @@ class DeadlineRedis:
         due_s = asyncio.get_running_loop().time() + self._deadline_s
         return await self._bounded(str(words[0]).lower(), self._once_more(due_s, *words))
 
+    def ask_ahead(self, *words: Argument) -> asyncio.Future[Any] | None:
+        """Have a command sent in one write with whatever is asked next, right before it.
+
+        Returns:
+            Its reply, which is there when that other one is, unless the connection broke between the
+            two; None: Redis did not answer lately, and nothing is sent.
+        """
+        return None if self._breaker.is_open else self._pipe.ask(*words)
+
     async def aclose(self) -> None:
         """Close the connection."""
         await self._pipe.aclose()

@@ -74,16 +74,26 @@ class RedisPipe:
             TimeoutError: there is no answer in time; it may have been run, or may yet be.
             RedisError, OSError: there is no answer; it may have been run.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((words, answer))
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work(), name="redis pipe")
-        timer = loop.call_at(due_s, _expire, answer, due_s, 0)
+        answer = self._send(*words)
+        timer = answer.get_loop().call_at(due_s, _expire, answer, due_s, 0)
         try:
             return await answer
         finally:
             timer.cancel()
+
+    def ask(self, *words: Argument) -> asyncio.Future[Any]:
+        """The reply to come, or why there is none; no deadline but that of an exchange that hangs."""
+        answer = self._send(*words)
+        # Whoever asked may not look at it any more.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return answer
+
+    def _send(self, *words: Argument) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((words, answer))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work(), name="redis pipe")
+        return answer
 
     async def aclose(self) -> None:
         """Close the connection; whoever still waits is told that there is no answer."""

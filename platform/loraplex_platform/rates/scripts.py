@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
-ScriptName = Literal["admit", "release", "renew", "rebuild", "newest"]
+ScriptName = Literal["admit", "release", "renew", "rebuild", "newest", "throttle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +30,4 @@ RELEASE = load_script("release")
 RENEW = load_script("renew")
 REBUILD = load_script("rebuild")
 NEWEST = load_script("newest")
+THROTTLE = load_script("throttle")

@@ -1,6 +1,6 @@
-"""Tells all gateways, by way of Redis, that what they remember of a key or a tenant is old.
+"""Tells all gateways, by way of Redis, that what they remember of a key, a tenant or limits is old.
 
-The database leaves a message for each such change (migration 0006). The control API delivers it right
+The database leaves a message for each such change (migrations 0006 and 0011). The control API delivers it right
 after its commit, the worker whatever is left over. A version is kept for longer than any gateway
 remembers anything, so losing it costs at most those few seconds.
 """
@@ -34,13 +34,16 @@ def version_topic(redis: DeadlineRedis | None) -> Topic:
     """
 
     async def publish(message: Message) -> None:
-        tenant_id = UUID(message.payload["tenant_id"])
+        payload = message.payload
+        # Without a tenant: of the limits that tenants share.
+        tenant_id = UUID(payload["tenant_id"]) if "tenant_id" in payload else None
         fields: list[Argument] = []
-        if "key_id" in message.payload:
-            fields += (UUID(message.payload["key_id"]).hex, int(message.payload["version"]))
-        else:
-            fields += ("t", int(message.payload["version"]))
-            fields += ("l", int(message.payload["limits_version"]))
+        if "key_id" in payload:
+            fields += (UUID(payload["key_id"]).hex, int(payload["version"]))
+        elif tenant_id is not None:
+            fields += ("t", int(payload["version"]))
+        if "limits_version" in payload:
+            fields += ("l", int(payload["limits_version"]))
         if redis is None:
             return
         names = [keys.versions(keys.tag_of(tenant_id))]

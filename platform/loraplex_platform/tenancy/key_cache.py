@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -21,16 +20,12 @@ from datetime import UTC, datetime
 from prometheus_client import CollectorRegistry, Counter
 
 from loraplex_platform.errors import PlatformError, TooManyAttemptsError
-from loraplex_platform.rates.bucket import Bucket
 from loraplex_platform.tenancy.authentication import Authenticated, public_id_of
+from loraplex_platform.tenancy.unknown_keys import UnknownKeys
 
 TTL_S = 5.0
 REFUSED_TTL_S = 3.0
 MAX_KEYS = 50_000
-MAX_ADDRESSES = 10_000
-# Unknown keys from one address: so many at once, so many a minute.
-UNKNOWN_BURST = 60
-UNKNOWN_PER_MINUTE = 60
 
 Load = Callable[[str], Awaitable[Authenticated]]
 
@@ -53,6 +48,7 @@ class KeyCache:
 
     Args:
         load: reads a key's holder from the database; raises what the key deserves.
+        unknown: counts keys that are nobody's; this gateway's own count unless given.
     """
 
     def __init__(
@@ -60,6 +56,7 @@ class KeyCache:
         load: Load,
         registry: CollectorRegistry,
         *,
+        unknown: UnknownKeys | None = None,
         ttl_s: float = TTL_S,
         refused_ttl_s: float = REFUSED_TTL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +68,7 @@ class KeyCache:
         self._digest_key = secrets.token_bytes(32)
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._refused: OrderedDict[bytes, _Refused] = OrderedDict()
-        self._unknown: OrderedDict[str, Bucket] = OrderedDict()  # by address
+        self._unknown = unknown or UnknownKeys(clock=clock)
         self._reads: dict[bytes, asyncio.Task[Authenticated]] = {}
         self._lookups = Counter(
             "loraplex:key_lookups",
@@ -106,12 +103,12 @@ class KeyCache:
                 self._lookups.labels("refused").inc()
                 raise refused.error(refused.message)
         if digest not in self._known:
-            self._refuse_flood(address, now_s)
+            await self._refuse_flood(address)
         try:
             return await self._read(secret, digest, is_fresh=is_fresh)
         except PlatformError as error:
             if error.status in (401, 403):
-                self._note_refusal(digest, error, address)
+                await self._note_refusal(digest, error, address)
             raise
 
     def _is_good(self, known: _Known, now_s: float) -> bool:
@@ -152,37 +149,22 @@ class KeyCache:
 
     # ------------------------------------------------------------------ refusals
 
-    def _note_refusal(self, digest: bytes, error: PlatformError, address: str) -> None:
-        now_s = self._clock()
+    async def _note_refusal(self, digest: bytes, error: PlatformError, address: str) -> None:
         was_known = self._known.pop(digest, None) is not None
-        self._refused[digest] = _Refused(type(error), error.message, now_s)
+        self._refused[digest] = _Refused(type(error), error.message, self._clock())
         self._refused.move_to_end(digest)
         if len(self._refused) > MAX_KEYS:
             self._refused.popitem(last=False)
         if not was_known:
-            self._bucket(address).take(1, _us(now_s))
+            await self._unknown.note(address)
 
-    def _refuse_flood(self, address: str, now_s: float) -> None:
-        bucket = self._unknown.get(address)
-        wait_us = 0 if bucket is None else bucket.wait_us(1, _us(now_s))
-        if wait_us > 0:
+    async def _refuse_flood(self, address: str) -> None:
+        try:
+            await self._unknown.check(address)
+        except TooManyAttemptsError:
             self._lookups.labels("flooded").inc()
-            raise TooManyAttemptsError(
-                "Too many unknown API keys from this address; try again later.",
-                retry_after_s=math.ceil(wait_us / 1e6),
-            )
-
-    def _bucket(self, address: str) -> Bucket:
-        bucket = self._unknown.pop(address, None) or Bucket(UNKNOWN_PER_MINUTE, UNKNOWN_BURST)
-        self._unknown[address] = bucket
-        if len(self._unknown) > MAX_ADDRESSES:
-            self._unknown.popitem(last=False)
-        return bucket
+            raise
 
 
 def _version(caller: Authenticated) -> tuple[int, int]:
     return caller.key_version, caller.tenant_version
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1e6)

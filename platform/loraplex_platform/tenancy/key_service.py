@@ -6,6 +6,7 @@ holds at the key's next request on every gateway.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,6 +131,7 @@ async def update_key(
         VersionConflictError: it is not the version of If-Match.
         ConflictError: the key is revoked, or the project archived.
     """
+    await _share_owner(session, tenant_id, changes.get("owner_id"))
     key = await _lock(session, tenant_id, key_id)
     granted = await _with_grants(session, key)
     before = show_fields(key, granted.grants)
@@ -269,6 +271,13 @@ async def _project(session: AsyncSession, tenant_id: UUID, text: str | None) -> 
             "project_id: this project is archived; choose another one.", param="project_id"
         )
     return project.id
+
+
+async def _share_owner(session: AsyncSession, tenant_id: UUID, text: str | None) -> None:
+    """Members before keys: that is the order in which whoever removes a member locks them."""
+    if text is not None:
+        with contextlib.suppress(NotFoundError):  # said once the key is known
+            await _owner(session, tenant_id, text)
 
 
 async def _owner(session: AsyncSession, tenant_id: UUID, text: str | None) -> UUID | None:

@@ -86,7 +86,8 @@ async def remove_user_role(user_id: UserId, request: Request, session: DbSession
 async def reset_user_password(
     user_id: UserId, body: PasswordReset, request: Request, context: Context, session: DbSession
 ) -> UserResource:
-    """Give somebody another password. Their sessions and their identity at a login provider end."""
+    """Give somebody another password. All their sessions and their identity at a login provider end; their
+    role, their memberships and their own API keys stay."""
     actor: Actor = request.state.actor
     changed = await service.reset_password(
         session, context.passwords, actor, user_id, body.password

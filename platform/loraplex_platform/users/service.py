@@ -125,6 +125,9 @@ async def reset_password(
 ) -> User:
     """Give a user another password; what they logged in with before, sessions included, is over.
 
+    What they are stays: role, memberships and their own keys. Whoever asks for a reset has lost a
+    password, and whoever should lose access is removed or disabled, which is another decision.
+
     Raises:
         NotFoundError: no such user.
     """

@@ -7,13 +7,13 @@ parallel guesses cannot slip past the count, and a refused one costs no hashing.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.errors import TooManyAttemptsError
 from loraplex_platform.users import queries
+from loraplex_platform.users.visitor import network_of
 
 WINDOW = timedelta(minutes=15)
 MAX_PER_EMAIL = 8  # from one address
@@ -21,21 +21,10 @@ MAX_PER_ADDRESS = 60
 
 
 def _subjects(email: str, address: str) -> tuple[tuple[str, int], tuple[str, int]]:
-    network = _network(address)
+    network = network_of(address)
     # An e-mail may be as long as the column: its digest is not.
     digest = hashlib.sha256(email.encode("utf-8", "surrogateescape")).hexdigest()
     return (f"email:{digest} {network}", MAX_PER_EMAIL), (f"address:{network}", MAX_PER_ADDRESS)
-
-
-def _network(address: str) -> str:
-    """An IPv6 customer owns a /64: counting single addresses would count nothing."""
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
-        return address[:64]
-    if ip.version == 6:
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip)
 
 
 async def admit(sessions: async_sessionmaker[AsyncSession], email: str, address: str) -> None:

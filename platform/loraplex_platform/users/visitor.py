@@ -40,6 +40,17 @@ def visitor_address(peer: str, forwarded: Iterable[str], trusted: tuple[Network,
     return address
 
 
+def network_of(address: str) -> str:
+    """Whom to count under: an IPv6 customer owns a /64, so counting single addresses would count nothing."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address[:64]
+    if ip.version == 6:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
+
+
 def _is_in(address: str, networks: tuple[Network, ...]) -> bool:
     try:
         ip = ipaddress.ip_address(address)

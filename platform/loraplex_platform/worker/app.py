@@ -15,6 +15,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from loraplex_platform.audit.service import SYSTEM
+from loraplex_platform.billing.adapter_hours import AdapterHoursWorker
 from loraplex_platform.billing.invoices import InvoiceWorker
 from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db.session import Database, open_database
@@ -51,6 +52,7 @@ INVARIANT_INTERVAL_S = 3600.0
 INVARIANT_WINDOW = timedelta(days=2)
 RETENTION_INTERVAL_S = 3600.0
 WEBHOOK_INTERVAL_S = 1.0
+HOURS_INTERVAL_S = 600.0
 INVOICE_INTERVAL_S = 3600.0
 EVAL_INTERVAL_S = 1.0
 EVAL_SCHEDULE_INTERVAL_S = 15.0
@@ -203,7 +205,9 @@ def _billing_loops(
         database.sessions, settings, None if days is None else timedelta(days=days)
     )
     rollups = RollupWorker(database.sessions)
+    hours = AdapterHoursWorker(database.sessions)
     return [
+        Loop("adapter_hours", HOURS_INTERVAL_S, hours.run_once, metrics),
         Loop("rollups", settings.rollup_interval_s, rollups.run_once, metrics),
         Loop("invoices", INVOICE_INTERVAL_S, invoices.run_once, metrics),
     ]

@@ -2,11 +2,15 @@
 
 | what the engine says of the attempt | what the sweeper does |
 |---|---|
-| its journal entry has landed, or is read now | settle by the entry: stop, length, a client's abort: bill; error: absorb |
+| it has ended, and its gateway is connected there | leave it: the gateway is cut off from here, and knows what its client heard |
+| its journal entry has landed, or is read now | settle by the entry: a client's abort is billed, all else absorbed |
 | it is running | abort it as a fault of the platform's, and come back for the entry |
 | it never heard of it, or has lost it | settle the checkpoint as lost (absorbed); void without one |
 | nothing, for a short while | wait for it |
 | nothing for `replica_lost_after_s` | as for "lost it" |
+
+No client has heard the end of what is settled here: a gateway tells it only after it has closed the books
+or has written the ending to its own disk. So nobody pays for it (docs/adr/0004).
 
 After an outage of the database the gateways go first: they renew what still runs, and put on the books
 what ended meanwhile.
@@ -19,7 +23,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Literal
+from uuid import UUID
 
 import structlog
 from loraplex_engine.client import EngineLostError
@@ -45,6 +51,8 @@ CLAIM_S = 10.0  # longer than an engine's answer takes
 ABORT_ANSWER_S = 0.5  # an abort is done within a step: then there is an entry
 STALL_S = 2.0  # a claim takes milliseconds
 RECOVERY_S = 8.0  # gateways renew every 5 s, and replay their spools sooner
+SPARE_S = 1.0
+MAX_SPARED_S = 600.0  # then a gateway that is there, and cut off, has forgotten it
 
 Verdict = Literal["settled", "lost", "voided", "aborting", "waiting", "overtaken"]
 
@@ -78,27 +86,16 @@ class Sweeper:
         self._replica_lost_after_s = replica_lost_after_s
         self._started_at_s = time.monotonic()
         self._recovery_s = recovery_s
+        self._was_away = False  # the database, when it was last asked
         self._resumes_at_s = 0.0  # monotonic
+        self._spared_since_s: dict[UUID, float] = {}  # monotonic
 
     async def sweep_once(self) -> list[Verdict]:
         """Claim what is due and deal with each; what fails is due again when the claim ends."""
-
-        if time.monotonic() < self._resumes_at_s:
-            return []
-        began_s = time.monotonic()
-
-        async def claim(session: AsyncSession) -> list[Request]:
-            claimed = await metering_queries.claim_expired(
-                session, grace_s=self._grace_s, lease_s=CLAIM_S, limit=BATCH
-            )
-            if time.monotonic() - began_s > STALL_S:
-                raise DatabaseUnavailableError("The database stood still while it was asked.")
-            return claimed
-
         try:
-            claimed = await run_transaction(self._sessions, claim)
+            claimed = await self._claim()
         except UnavailableError:
-            self._resumes_at_s = time.monotonic() + self._recovery_s
+            self._was_away = True
             raise
         results = await asyncio.gather(
             *(self._deal_with(request) for request in claimed), return_exceptions=True
@@ -111,6 +108,65 @@ class Sweeper:
                 log.info("request_swept", request_id=str(request.id), verdict=result)
                 verdicts.append(result)
         return verdicts
+
+    async def _claim(self) -> list[Request]:
+        """What is due and nobody else's, which is ours from then on."""
+        began_s = time.monotonic()
+        async with self._sessions() as session:
+            due = await metering_queries.find_expired(session, grace_s=self._grace_s, limit=BATCH)
+        if time.monotonic() - began_s > STALL_S:
+            raise DatabaseUnavailableError("The database stood still while it was asked.")
+        if self._was_away:
+            # It may have come back in this moment: the gateways' time begins only now.
+            self._was_away = False
+            self._resumes_at_s = began_s + self._recovery_s
+        if began_s < self._resumes_at_s or not due:
+            return []
+        are_spared = await asyncio.gather(*(self._is_with_its_gateway(request) for request in due))
+        pairs = list(zip(due, are_spared, strict=True))
+        await self._spare([request for request, is_spared in pairs if is_spared])
+        ids = [request.id for request, is_spared in pairs if not is_spared]
+        began_s = time.monotonic()
+
+        async def claim(session: AsyncSession) -> list[Request]:
+            claimed = await metering_queries.claim_expired(
+                session, ids, grace_s=self._grace_s, lease_s=CLAIM_S
+            )
+            if time.monotonic() - began_s > STALL_S:
+                raise DatabaseUnavailableError("The database stood still while it was asked.")
+            return claimed
+
+        return await run_transaction(self._sessions, claim) if ids else []
+
+    async def _is_with_its_gateway(self, request: Request) -> bool:
+        """Whether the request has ended, and a gateway that lives is about to say so."""
+        if request.replica_id is None or request.kind == "probe":
+            return False
+        since_s = self._spared_since_s.get(request.id)
+        if since_s is not None and time.monotonic() - since_s > MAX_SPARED_S:
+            return False
+        replica = self._engines.find(request.replica_id)
+        if replica is None:
+            return False
+        try:
+            reply = await replica.client.query_usage(
+                str(request.id), request.attempt, gateway_id=request.owner
+            )
+        except EngineLostError:
+            return False
+        if reply.entry is None or reply.entry.finish_reason == "error":
+            return False  # it still runs, or the platform pays in any case
+        return reply.is_gateway_connected
+
+    async def _spare(self, requests: Sequence[Request]) -> None:
+        """Leave them to their gateways for another moment: their lease tokens stay as they are."""
+        now_s = time.monotonic()
+        self._spared_since_s = {
+            request.id: self._spared_since_s.get(request.id, now_s) for request in requests
+        }
+        for request in requests:
+            log.info("request_spared", request_id=str(request.id), owner=request.owner)
+            await self._come_back(request, SPARE_S, "waiting")
 
     async def _deal_with(self, request: Request) -> Verdict:
         async with self._sessions() as session:
@@ -148,7 +204,7 @@ class Sweeper:
                 usage=usage_of(request, reason, usage),
                 settled_by=SWEEPER,
                 kind=_kind_of(request),
-                finish_reason=reason,
+                finish_reason="abort" if reason == "abort" else "error",
                 error_code=GATEWAY_LOST,
             ),
         )
@@ -201,25 +257,23 @@ class Sweeper:
 def usage_of(request: Request, reason: FinishReason | str, usage: Usage) -> AttemptUsage:
     """The billing policy's view of a journal entry that no gateway has judged.
 
-    With stop strings only the gateway knew which token completed one, and the engine may have run
-    past it whatever it ended by, so no more than the last checkpoint is billed: never too much, too
-    little by one renewal's tokens at most.
+    Only a client that had left by itself pays. With stop strings only the gateway knew which token
+    completed one, so no more than the last checkpoint is billed: never too much, too little by one
+    renewal's tokens at most.
     """
     absorbed_anyway = 0
-    if request.has_stop_strings:
-        absorbed_anyway = max(0, usage.completion_tokens - request.checkpoint_tokens)
-    outcome: Literal["completed", "aborted", "fault"] = "fault"
-    if reason in ("stop", "length"):
-        outcome = "completed"
-    elif reason == "abort":
+    outcome: Literal["aborted", "fault", "lost"] = "fault" if reason == "error" else "lost"
+    if reason == "abort":
         outcome = "aborted"
+        if request.has_stop_strings:
+            absorbed_anyway = max(0, usage.completion_tokens - request.checkpoint_tokens)
     return AttemptUsage(
         outcome=outcome,
         source="journal",
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         generated=usage.completion_tokens,
-        absorbed_anyway=0 if outcome == "fault" else absorbed_anyway,
+        absorbed_anyway=absorbed_anyway,
         attempt=request.attempt,
         replica_id=request.replica_id,
     )

@@ -18,6 +18,7 @@ from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
+from loraplex_platform.billing.adapter_hours import MODEL_NAME, AdapterHoursWorker
 from loraplex_platform.billing.invoices import InvoiceWorker
 from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db import Invoice, InvoiceLine
@@ -26,7 +27,9 @@ from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.usage import UsageQuery, report_usage
 from sqlalchemy import select
 
-from tests.support.billing import ISSUER, NIL, add_book, add_model, set_zone
+from tests.support.adapter_hours import Book, Event, set_history
+from tests.support.adapter_hours import recompute as recompute_hours
+from tests.support.billing import ISSUER, NIL, STANDARD_BOOK, add_book, add_model, set_zone
 from tests.support.metering import add_customer
 from tests.support.postgres import database_settings, serving_url
 from tests.support.traffic import Caller, add_traffic
@@ -38,6 +41,7 @@ ZONES = ("Europe/Berlin", "America/New_York", "Asia/Kathmandu")
 # Clocks change on 8 March in New York and on 29 March in Berlin.
 MONTH = date(2026, 3, 1)
 CHANGE = datetime(2026, 3, 17, 13, 37, 11, tzinfo=UTC)
+STANDARD_HOUR, SPRING_HOUR = 10_000_000_019, 7_777_777_777  # no multiples of an hour's seconds
 Key = tuple[UUID, date, str, UUID | None, UUID, str]
 
 _RECOMPUTED = """
@@ -133,7 +137,7 @@ async def callers(db: Database, url: str) -> list[Caller]:
     return made
 
 
-def add_new_prices(url: str, found: list[Caller]) -> None:
+def add_new_prices(url: str, found: list[Caller]) -> UUID:
     """A book with prices of every kind of target, not all of which have every class."""
     models = [caller.model for caller in found if caller.model is not None]
     prices = {
@@ -148,13 +152,57 @@ def add_new_prices(url: str, found: list[Caller]) -> None:
         ("deployment", models[1].deployment_id, "output"): 99_991,
         ("deployment", models[1].deployment_id, "request"): 1,
         ("base_model", models[2].base_model_id, "input"): 7,
+        ("any_adapter", NIL, "adapter_hour"): SPRING_HOUR,
     }
-    add_book(url, "spring", CHANGE, prices)
+    return add_book(url, "spring", CHANGE, prices)
+
+
+def add_hours(
+    url: str, found: list[Caller], spring: UUID
+) -> dict[tuple[UUID, tuple[UUID, UUID, date]], int]:
+    """Have adapters be deployed, changed and taken away; what each tenant's days come to."""
+    with psycopg.connect(url) as owner:
+        owner.execute("set session_replication_role = replica")
+        owner.execute(
+            "insert into price_items (price_book_id, target_kind, price_class, price_pico)"
+            " values (%s, 'any_adapter', 'adapter_hour', %s)",
+            [STANDARD_BOOK, STANDARD_HOUR],
+        )
+    books = [
+        Book(STANDARD_BOOK, datetime(2025, 1, 1, tzinfo=UTC), CHANGE, STANDARD_HOUR),
+        Book(spring, CHANGE, None, SPRING_HOUR),
+    ]
+    hours: dict[tuple[UUID, tuple[UUID, UUID, date]], int] = {}
+    for number, zone in enumerate(ZONES):
+        own = found[4 * number : 4 * number + 4]
+        customer, models = own[0].customer, [one.model for one in own if one.model is not None]
+        events = []
+        for place, model in enumerate(models):
+            begins = datetime(2026, 2, 27, 3 * place, 7, number, 11, tzinfo=UTC)
+            ends = datetime(2026, 4, 2, 23 - place, 59, 59, 999_999, tzinfo=UTC)
+            other = models[(place + 1) % len(models)]
+            events += [
+                Event(begins, model.deployment_id, model.adapter_version_id),
+                Event(begins + timedelta(days=9 + place), model.deployment_id, None),
+                # From here on two names point at the same version.
+                Event(
+                    begins + timedelta(days=11, seconds=7919),
+                    model.deployment_id,
+                    (other if place else model).adapter_version_id,
+                ),
+                Event(ends, model.deployment_id, None),
+            ]
+        set_history(url, customer, events)
+        days = [date(2026, 2, 25) + timedelta(days=count) for count in range(40)]
+        for key, (_, pico) in recompute_hours(events, zone, days, books).items():
+            hours[customer.tenant_id, key] = pico
+    return hours
 
 
 async def _check_a_month(db: Database, url: str, rows: int) -> dict[str, float]:
     found = await callers(db, url)
-    add_new_prices(url, found)
+    spring = add_new_prices(url, found)
+    hours = add_hours(url, found, spring)
     began_s = time.perf_counter()
     add_traffic(
         url,
@@ -172,6 +220,7 @@ async def _check_a_month(db: Database, url: str, rows: int) -> dict[str, float]:
     while await worker.run_once():
         pass
     took["rollups"] = time.perf_counter() - began_s
+    await AdapterHoursWorker(db.sessions).run_once()
     began_s = time.perf_counter()
     assert await InvoiceWorker(db.sessions, ISSUER, timedelta(0)).run_once() == 2 * 3 * len(ZONES)
     took["invoices"] = time.perf_counter() - began_s
@@ -180,7 +229,12 @@ async def _check_a_month(db: Database, url: str, rows: int) -> dict[str, float]:
     expected = recompute(
         url, [(tenant, *span) for tenant, zone in tenants.items() for span in months(zone)]
     )
-    assert await invoiced(db) == expected
+    by_month: dict[Key, int] = {}
+    for (tenant, (version, book, day)), pico in hours.items():
+        key = (tenant, day.replace(day=1), MODEL_NAME, version, book, "adapter_hour")
+        by_month[key] = by_month.get(key, 0) + pico
+    assert len(by_month) > 20
+    assert await invoiced(db) == expected | by_month
     assert len({key[4] for key in expected if key[1] == MONTH}) == 2  # both books
     assert len({key[5] for key in expected}) == 4
     daily = recompute(
@@ -190,6 +244,8 @@ async def _check_a_month(db: Database, url: str, rows: int) -> dict[str, float]:
     by_day: dict[tuple[UUID, str], int] = {}
     for key, pico in daily.items():
         by_day[key[0], key[1].isoformat()] = by_day.get((key[0], key[1].isoformat()), 0) + pico
+    for (tenant, (_, _, day)), pico in hours.items():
+        by_day[tenant, day.isoformat()] = by_day.get((tenant, day.isoformat()), 0) + pico
     assert await reported(db) == by_day
     began_s = time.perf_counter()
     # All of it at once, as `loraplex reconcile` looks: longer than a serving process may take.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from loraplex_platform.ids import format_id, parse_id, uuid7
 from loraplex_platform.metering import service
 from loraplex_platform.quotas import queries
+from loraplex_platform.quotas.effective import effective_limits
+from loraplex_platform.quotas.records import LimitScopes
+from loraplex_platform.rates.redis_client import DeadlineRedis, RedisAwayError
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tests.platform.control.people import member
 from tests.platform.control.stand import Stand, error_of
+from tests.platform.rates.stand import World, claim, never
 from tests.support.metering import Customer, reservation
 
 LIMITS = "/admin/v1/limits"
@@ -281,3 +288,121 @@ async def test_changes_are_audited(stand: Stand) -> None:
     mine = [entry for entry in entries if entry["object_id"] == limit["id"]]
     assert [entry["action"] for entry in mine] == ["limit.delete", "limit.update", "limit.create"]
     assert (mine[1]["before"], mine[1]["after"]) == ({"value": "60"}, {"value": "61"})
+
+
+async def test_all_limits_of_a_caller_and_how_they_stand(stand: Stand) -> None:
+    customer, ids = await customer_of(stand)
+    _, others = await customer_of(stand, "globex")
+    key = {"scope_kind": "key", "scope_id": ids["key"]}
+    tenant = {"scope_kind": "tenant", "scope_id": ids["tenant"]}
+    limits = [
+        await set_limit(stand, metric="concurrency", value="4", **key),
+        await set_limit(stand, metric="rpm", value="60", burst=10, **key),
+        await set_limit(stand, metric="requests", period="day", value="9", **tenant),
+        await set_limit(stand, metric="rpm", value="600", scope_kind="platform"),
+    ]
+    await set_limit(stand, metric="rpm", value="1", valid_to=1, **tenant)
+    await set_limit(stand, metric="rpm", value="1", scope_kind="key", scope_id=others["key"])
+    await service.reserve(stand.db.sessions, reservation(customer))
+    async with stand.db.sessions() as session:
+        scopes = LimitScopes(tenant_id=customer.tenant_id, key_id=customer.key_id)
+        effective = await effective_limits(session, scopes)
+    newest = 10**6  # of all versions, for what was published about them is in this Redis
+    world = World(stand.redis_url)
+    try:
+        await world.gateway().admit(
+            claim(
+                tenant_id=customer.tenant_id,
+                key_id=customer.key_id,
+                key_version=newest,
+                tenant_version=newest,
+                limits=replace(effective, version=newest, shared_version=newest),
+            ),
+            never,
+        )
+        answer = await stand.admin.get(f"{LIMITS}/effective", params={"key_id": ids["key"]})
+    finally:
+        await world.close()
+
+    shown = answer.json()["data"]
+    assert [one["id"] for one in shown] == [limit["id"] for limit in limits]
+    assert [(one["value"], one["used"], one["held"], one["remaining"]) for one in shown] == [
+        ("4", "0", "1", "3"),
+        ("60", "1", "0", "9"),
+        ("9", "0", "1", "8"),
+        ("600", "1", "0", "599"),
+    ]
+    assert [one["is_shared"] for one in shown] == [False, False, False, True]
+    assert shown[0]["resets_at"] is None
+    assert 0 <= shown[1]["resets_at"] - time.time() + 1 <= 2.5
+    assert shown[2]["resets_at"] > time.time()
+
+
+async def test_limits_of_a_deployment_and_its_adapter_bind_its_callers(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    version_id = await stand.version(ids["tenant"])
+    path = f"/admin/v1/tenants/{ids['tenant']}/deployments/bot"
+    deployment = (await stand.admin.put(path, json={"version_id": version_id})).json()
+    adapter = (await stand.admin.get(f"/admin/v1/tenants/{ids['tenant']}/adapters")).json()
+    for kind, scope_id in (
+        ("deployment", deployment["id"]),
+        ("adapter", adapter["data"][0]["id"]),
+    ):
+        await set_limit(stand, scope_kind=kind, scope_id=scope_id, metric="rpm", value="5")
+
+    alone = await stand.admin.get(f"{LIMITS}/effective", params={"key_id": ids["key"]})
+    there = await stand.admin.get(
+        f"{LIMITS}/effective", params={"key_id": ids["key"], "deployment_id": deployment["id"]}
+    )
+
+    assert alone.json()["data"] == []
+    assert [one["scope_kind"] for one in there.json()["data"]] == ["adapter", "deployment"]
+
+
+async def test_without_redis_nobody_knows_how_rates_stand(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ids = await customer_of(stand)
+    await set_limit(stand, scope_kind="key", scope_id=ids["key"], metric="rpm", value="5")
+
+    async def away(*_: Any) -> Any:
+        raise RedisAwayError("Redis did not answer.")
+
+    monkeypatch.setattr(DeadlineRedis, "command", away)
+    answer = await stand.admin.get(f"{LIMITS}/effective", params={"key_id": ids["key"]})
+
+    [shown] = answer.json()["data"]
+    assert (shown["value"], shown["used"], shown["remaining"]) == ("5", None, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({}, "key_id"),
+        ({"key_id": "key_nonsense"}, "key_id"),
+        ({"key_id": format_id("api_key", uuid7())}, "key_id"),
+        ({"key_id": None, "deployment_id": format_id("deployment", uuid7())}, "deployment_id"),
+    ],
+)
+async def test_whose_limits_must_be_known(stand: Stand, query: dict[str, Any], param: str) -> None:
+    _, ids = await customer_of(stand)
+    query = {name: value or ids["key"] for name, value in query.items()}
+
+    answer = await stand.admin.get(f"{LIMITS}/effective", params=query)
+
+    assert answer.status_code == (404 if query else 400)
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_a_member_sees_its_own_callers_limits_only(stand: Stand) -> None:
+    _, ids = await customer_of(stand)
+    _, others = await customer_of(stand, "globex")
+    await set_limit(stand, scope_kind="key", scope_id=ids["key"], metric="rpm", value="5")
+    await set_limit(stand, scope_kind="platform", metric="rpm", value="500")
+    viewer = await member(stand, ids["tenant"], "viewer", "ann@acme.example")
+
+    own = await viewer.get(f"{LIMITS}/effective", params={"key_id": ids["key"]})
+    foreign = await viewer.get(f"{LIMITS}/effective", params={"key_id": others["key"]})
+
+    assert [one["value"] for one in own.json()["data"]] == ["5"]
+    error_of(foreign, 404, "not_found")

@@ -280,6 +280,61 @@ async def test_what_another_tenant_owns_is_not_found_behind_ones_own_id(
     assert num_cells >= 30
 
 
+async def test_what_another_tenant_owns_is_not_found_in_a_body(stand: Stand, db_url: str) -> None:
+    mine, theirs = await make_side(stand, "acme"), await make_side(stand, "globex")
+    owner = await member(stand, mine.tenant_id, "owner", "owner@acme.example")
+    await member(stand, theirs.tenant_id, "owner", "owner@globex.example")
+    path, its = f"/admin/v1/tenants/{mine.tenant_id}", theirs.ids
+    adapters = await stand.admin.get(f"/admin/v1/tenants/{theirs.tenant_id}/adapters")
+    their_version = adapters.json()["data"][0]["versions"][0]["id"]
+    their_model = await stand.admin.get(f"/admin/v1/tenants/{theirs.tenant_id}/deployments")
+    deployment_id = their_model.json()["data"][0]["id"]
+    key = f"{path}/keys/{mine.ids['key_id']}"
+    grants = [
+        {"grants": [{"kind": "adapter", "id": its["adapter_id"]}]},
+        {"grants": [{"kind": "deployment", "id": deployment_id}]},
+        {"project_id": its["project_id"]},
+        {"owner_id": its["user_id"]},
+    ]
+    cells: list[tuple[str, str, dict[str, Any]]] = [
+        ("PUT", f"{path}/deployments/{mine.ids['name']}", {"version_id": their_version}),
+        ("PUT", f"{path}/deployments/another-name", {"version_id": their_version}),
+        *[("POST", f"{path}/keys", {"name": "k", **fields}) for fields in grants],
+        *[("PATCH", key, fields) for fields in grants],
+    ]
+    before = dump_of(db_url, UUID(hex=theirs.tenant_id.removeprefix("ten_")))
+
+    wrong = []
+    for method, where, body in cells:
+        for who, client in (("owner", owner), ("admin key", stand.admin)):
+            answer = await client.request(method, where, json=body)
+            if answer.status_code != 404:
+                wrong.append(f"{method} {where} {body} by {who}: {answer.status_code}")
+
+    assert not wrong, "\n".join(wrong)
+    assert dump_of(db_url, UUID(hex=theirs.tenant_id.removeprefix("ten_"))) == before
+
+
+async def test_only_the_platforms_admins_give_somebody_another_password(stand: Stand) -> None:
+    mine = await make_side(stand, "acme")
+    victim = mine.ids["user_id"]
+    owner = await member(stand, mine.tenant_id, "owner", "owner@acme.example")
+    await stand.login("viewer", "viewer@platform.example")
+    viewer = await log_in(stand, "viewer@platform.example")
+    spare = await log_in(stand, "spare@acme.example")
+    path, body = f"/admin/v1/users/{victim}/password", {"password": "another long pw"}
+
+    for client, status in ((stand.client(None), 401), (spare, 403), (owner, 403), (viewer, 403)):
+        assert (await client.post(path, json=body)).status_code == status
+    assert (await spare.get("/admin/v1/sessions/current")).status_code == 200
+    assert (await stand.admin.post(path, json=body)).status_code == 200
+
+    # What they were logged in with is over; what they are stays.
+    assert (await spare.get("/admin/v1/sessions/current")).status_code == 401
+    members = await stand.admin.get(f"/admin/v1/tenants/{mine.tenant_id}/members")
+    assert victim in [one["id"] for one in members.json()["data"]]
+
+
 def expectation(route: GuardedRoute, caller: Caller, side: Side) -> str:
     """What the table says: 401, 403, 404 or allowed."""
     if not caller.is_known:

@@ -10,8 +10,9 @@ import pytest
 from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.control.auth import Principal
 from loraplex_platform.control.permissions import may_give
-from loraplex_platform.errors import NotFoundError, RevokedKeyError
+from loraplex_platform.errors import ConflictError, NotFoundError, RevokedKeyError
 from loraplex_platform.ids import format_id, parse_id, uuid7
+from loraplex_platform.members import queries as member_queries
 from loraplex_platform.members import service as members
 from loraplex_platform.tenancy import key_service
 from loraplex_platform.tenancy.authentication import authenticate
@@ -442,3 +443,31 @@ async def test_a_key_made_while_its_owner_is_removed_does_not_outlive_the_member
         # And the other way round: whoever comes after the removal finds no member.
         with pytest.raises(NotFoundError, match="owner_id"):
             await key_service.create_key(session, SYSTEM, PEPPER, tenant, new)
+
+
+async def test_a_key_that_changes_hands_while_its_owner_is_removed_blocks_nobody(
+    stand: Stand, db_url: str
+) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    tenant = parse_id("tenant", tenant_id)
+    old_id = await user_id_of(await member(stand, tenant_id, "developer", ADA))
+    new_id = await user_id_of(await member(stand, tenant_id, "owner", "b@example.com"))
+    async with stand.db.sessions.begin() as session:
+        new = NewKey(name="k", owner_id=old_id)
+        key = (await key_service.create_key(session, SYSTEM, PEPPER, tenant, new)).key
+
+    async def hand_over() -> None:
+        async with stand.db.sessions.begin() as session:
+            await key_service.update_key(
+                session, SYSTEM, tenant, key.id, {"owner_id": new_id}, None
+            )
+
+    async with stand.db.sessions.begin() as session:
+        await member_queries.lock_owners(session, tenant)  # the removal has come that far
+        changing = asyncio.create_task(hand_over())
+        await until_in_statement(db_url, "memberships", waits_for="Lock")
+        operator = Principal("admin_key", "admin")
+        await members.remove(session, operator, SYSTEM, tenant, user_id=old_id, if_match=None)
+
+    with pytest.raises(ConflictError, match="revoked"):
+        await changing

@@ -46,7 +46,7 @@ async def test_usage_is_grouped_and_priced_exactly(stand: Stand) -> None:
     rows = {row["tenant"]: row for row in report["data"]}
     assert set(rows["acme"]) == {
         "start_time", "end_time", "date", "tenant_id", "tenant", "requests", "prompt_tokens",
-        "cached_tokens", "completion_tokens", "absorbed_tokens", "cost_usd",
+        "cached_tokens", "completion_tokens", "absorbed_tokens", "adapter_seconds", "cost_usd",
     }  # fmt: skip
     assert rows["acme"]["tenant_id"] == format_id("tenant", acme.tenant_id)
     assert (rows["acme"]["requests"], rows["acme"]["completion_tokens"]) == (3, 60)

@@ -26,8 +26,8 @@ def known(redis_url: str) -> Iterator[redis.Redis]:
         yield client
 
 
-async def test_a_platform_limit_is_no_news_of_each_tenant_and_waits_for_nobodys(
-    stand: Stand,
+async def test_a_platform_limit_is_one_message_for_all_tenants_and_waits_for_nobodys(
+    stand: Stand, known: redis.Redis
 ) -> None:
     for slug in ("acme", "globex"):
         await stand.tenant(slug)
@@ -39,7 +39,8 @@ async def test_a_platform_limit_is_no_news_of_each_tenant_and_waits_for_nobodys(
 
     async with stand.db.sessions() as session:
         left, delivered = (await session.execute(count)).one()
-    assert (left, delivered) == (2, 0)
+    assert (left, delivered) == (3, 1)
+    assert known.hgetall(keys.versions(keys.SHARED)) == {"l": "2"}
 
 
 async def test_telling_ends_in_time(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:

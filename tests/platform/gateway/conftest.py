@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,14 +14,14 @@ from loraplex_platform.errors import EngineUnavailableError
 
 from tests.platform.gateway.stand import BASE, Stand, announce, eventually
 from tests.support.fake_engine import Script
+from tests.support.folders import short_folder
 from tests.support.postgres import PostgresServer
 
 
 @pytest.fixture(scope="package")
 def _package_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="lpx-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_folder() as folder:
+        yield folder
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from loraplex_engine.protocol import Generate
@@ -235,7 +236,7 @@ async def test_leaving_ends_all_choices_and_bills_what_each_had(stand: Stand) ->
     assert stand.engine.num_running == 0
 
 
-async def test_of_a_gateway_that_died_the_sweeper_bills_all_choices_up_to_the_checkpoint(
+async def test_of_an_abort_whose_gateway_died_the_sweeper_bills_all_choices_up_to_the_checkpoint(
     own_stand: Stand,
 ) -> None:
     stand = own_stand
@@ -253,6 +254,9 @@ async def test_of_a_gateway_that_died_the_sweeper_bills_all_choices_up_to_the_ch
     pump.events.put_nowait(Failed(AbandonedError("killed")))  # the response's end
     await stream.close()
     await eventually(lambda: len(stand.engine.journal) == 1, "the engine finished")
+    stand.engine.journal[0] = msgspec.structs.replace(
+        stand.engine.journal[0], finish_reason="abort"
+    )
     await run_sql(stand.db, "update requests set lease_until = now() - interval '1 s'")
 
     async with connected(stand.engine) as engines:

@@ -13,13 +13,14 @@ import pytest_asyncio
 import redis
 from loraplex_platform.audit.service import Actor
 from loraplex_platform.db import Limit, Request
+from loraplex_platform.db.quotas import NO_SCOPE_ID
 from loraplex_platform.ids import uuid7
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.rates.invariant import places_check
 from loraplex_platform.rates.redis_client import DEADLINE_S, DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
 from loraplex_platform.tenancy import key_service, keys
-from loraplex_platform.tenancy.key_cache import UNKNOWN_BURST
+from loraplex_platform.tenancy.unknown_keys import BURST
 from prometheus_client import CollectorRegistry
 from sqlalchemy import func, select
 
@@ -64,11 +65,6 @@ async def set_limit(stand: Stand, metric: str, value: int, **changes: Any) -> No
     }
     async with stand.db.transaction() as session:
         session.add(Limit(**values | changes))
-    await run_sql(
-        stand.db,
-        "update tenants set limits_version = limits_version + 1 where id = :id",
-        id=stand.customer.tenant_id,
-    )
     await tell(stand)
 
 
@@ -120,8 +116,26 @@ async def test_every_answer_says_how_the_limits_stand(stand: Stand) -> None:
         assert answer.status_code == status
         assert answer.headers["x-ratelimit-limit-requests"] == "60"
         assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 980 - 20
+        assert answer.headers["ratelimit-policy"] == '"tenant-requests";q=10;qu="requests";w=10'
+        assert answer.headers["ratelimit"].startswith('"tenant-requests";r=')
     assert nobody.status_code == 401
-    assert not [name for name in nobody.headers if name.startswith("x-ratelimit")]
+    assert not [name for name in nobody.headers if "ratelimit" in name]
+
+
+async def test_a_limit_of_the_platform_holds_at_the_next_request(stand: Stand) -> None:
+    stand.engine.script = says("hi")
+    await ask(stand)  # limits are remembered from here on
+    platforms = {"tenant_id": None, "scope_kind": "platform", "scope_id": NO_SCOPE_ID}
+
+    await set_limit(stand, "rpm", 1, burst=1, **platforms)
+    answer = await ask(stand)
+    with pytest.raises(openai.RateLimitError, match="for all its users together"):
+        await ask(stand)
+    await run_sql(stand.db, "delete from limits")
+    await tell(stand)
+    await ask(stand)
+
+    assert "ratelimit" not in answer.headers  # how much is left of it is other tenants' business
 
 
 async def test_a_refusal_is_openais_and_leaves_nothing_behind(stand: Stand) -> None:
@@ -263,11 +277,13 @@ async def test_unknown_keys_from_one_address_are_stopped(stand: Stand) -> None:
             headers = {"authorization": f"Bearer {key}"}
             return (await http.get("/v1/models", headers=headers)).status_code
 
-        first = [await show(keys.mint().secret) for _ in range(UNKNOWN_BURST)]
-        then = [await show(keys.mint().secret) for _ in range(5)]
+        first = [await show(keys.mint().secret) for _ in range(5)]
+        then: set[int] = set()
+        for _ in range(5):  # one a second is allowed again, and machines are slow at times
+            then |= set(await asyncio.gather(*(show(keys.mint().secret) for _ in range(BURST))))
 
     assert set(first) == {401}
-    assert 429 in then
+    assert then == {401, 429}
 
 
 async def test_nobody_waits_for_a_paused_redis(stand: Stand) -> None:

@@ -40,6 +40,7 @@ class SimulatedEngine:
         self.running: dict[UUID, int] = {}  # request -> tokens generated
         self.journal: list[JournalEntry] = []
         self.is_reachable = True
+        self.hears_gateways = False
         self.tenant_id = uuid7()
 
     def end(self, request_id: UUID, reason: FinishReason) -> None:
@@ -63,11 +64,18 @@ class SimulatedEngine:
 
     # What the worker's code calls.
 
-    async def query_usage(self, request_id: str, attempt: int) -> UsageReply:
+    async def query_usage(
+        self, request_id: str, attempt: int, *, gateway_id: str | None = None
+    ) -> UsageReply:
         self._check()
         entry = self.entry_of(UUID(request_id))
         state = "running" if UUID(request_id) in self.running else "unknown"
-        return UsageReply(query_id=1, state="finished" if entry else state, entry=entry)  # type: ignore[arg-type] # one of the three
+        return UsageReply(
+            query_id=1,
+            state="finished" if entry else state,  # type: ignore[arg-type] # one of the three
+            entry=entry,
+            is_gateway_connected=gateway_id is not None and self.hears_gateways,
+        )
 
     async def read_journal(self, after_seq: int, limit: int) -> JournalReply:
         self._check()
@@ -247,6 +255,11 @@ class Fleet(RuleBasedStateMachine):
             for flight in self.flights:
                 flight.is_engine_lost |= flight.request_id in self.engine.running
 
+    @rule()
+    def engine_hears_gateways_or_not(self) -> None:
+        """Those that live and are cut off from the database among them."""
+        self.engine.hears_gateways = not self.engine.hears_gateways
+
     @rule(data=st.data(), are_all=st.sampled_from([True, True, False]))
     def leases_end(self, data: st.DataObject, are_all: bool) -> None:
         """Also of gateways that are only slow."""
@@ -284,6 +297,7 @@ class Fleet(RuleBasedStateMachine):
 
     async def _let_the_dust_settle(self) -> None:
         self.engine.is_reachable = True
+        self.engine.hears_gateways = False
         for request_id in list(self.engine.running):
             self.engine.end(request_id, "error")  # the engine's own end of what no gateway wants
         for _ in range(3):
@@ -307,8 +321,13 @@ class Fleet(RuleBasedStateMachine):
             entry = self.engine.entry_of(flight.request_id)
             if entry is not None and entry.finish_reason == "error":
                 assert charged == 0, "the platform pays for what it broke"
-            if request.settled_by == SWEEPER and flight.has_stop_strings:
-                assert charged <= request.checkpoint_tokens, "a stop may have completed after it"
+            if request.settled_by == SWEEPER and charged:
+                assert entry is not None
+                assert entry.finish_reason == "abort", "nobody has heard the end of it"
+                if flight.has_stop_strings:
+                    assert charged <= request.checkpoint_tokens, (
+                        "a stop may have completed after it"
+                    )
 
     # ------------------------------------------------------------------ insides
 

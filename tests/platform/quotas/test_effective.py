@@ -68,9 +68,11 @@ async def test_every_change_raises_the_version_of_whom_it_concerns(db: Database)
     await set_limit(db, acme, "rpm", "60", None, scope_kind="platform")
     await note()
 
-    # A platform limit is read again within seconds: it changes no tenant, of which there may be many.
+    # A platform limit changes no tenant, of which there may be many: it has a version of its own.
     assert versions == [(1, 1), (2, 1), (3, 1), (4, 1), (4, 1)]
-    assert [rate.scope_kind for rate in (await limits_of(db, globex)).rates] == ["platform"]
+    seen = await limits_of(db, globex)
+    assert [rate.scope_kind for rate in seen.rates] == ["platform"]
+    assert seen.shared_version == (await limits_of(db, acme)).shared_version == 2
 
 
 async def test_nobody_has_no_limits(db: Database) -> None:

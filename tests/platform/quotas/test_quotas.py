@@ -86,7 +86,10 @@ async def test_setting_a_rolling_quota_reads_a_line_of_the_ledger_about_once(
 
     async with db.transaction() as session:
         made = await create_limit(
-            session, SYSTEM, NewLimit.model_validate(new | {"window_hours": 720})
+            session,
+            SYSTEM,
+            NewLimit.model_validate(new | {"window_hours": 720}),
+            sessions=db.sessions,
         )
         num_read = await session.scalar(reads)
 

@@ -148,10 +148,23 @@ async def test_what_became_of_a_request(db: Database, how: str, outcome: str) ->
             },
         ),
         (
-            "recovered",
+            "failed",
             {
+                "usage_outcome": "lost",
                 "usage_source": "journal",
                 "settled_by": "sweeper",
+                "finish_reason": "error",
+                "http_status": None,
+                "error_code": GATEWAY_LOST,
+            },
+        ),
+        (
+            "aborted",
+            {
+                "usage_outcome": "aborted",
+                "usage_source": "journal",
+                "settled_by": "sweeper",
+                "finish_reason": "abort",
                 "http_status": None,
                 "error_code": GATEWAY_LOST,
             },

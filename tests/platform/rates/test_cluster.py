@@ -9,13 +9,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from loraplex_platform.ids import uuid7
 from loraplex_platform.local import embedded
 from loraplex_platform.outbox.queries import Message
-from loraplex_platform.rates.admission import RateLimitedError, TokenUse
+from loraplex_platform.quotas.records import EffectiveLimits
+from loraplex_platform.rates.admission import Claim, RateLimitedError, TokenUse
 from loraplex_platform.rates.queries import Place
 from loraplex_platform.rates.versions import version_topic
 
-from tests.platform.rates.stand import ACME, ACME_KEY, World, admitted, claim, limit, never, shared
+from tests.platform.rates.stand import (
+    ACME,
+    ACME_KEY,
+    GLOBEX,
+    World,
+    admitted,
+    claim,
+    limit,
+    never,
+    shared,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,8 +108,17 @@ async def test_no_script_crosses_slots(cluster_url: str) -> None:
     await gateway.release(first, TokenUse(1, 1))
     assert len(await admitted([gateway], [claim(*limits) for _ in range(9)])) == 1
     verdict, views = await gateway.look(claim(*limits))
-    assert (verdict, len(views)) == ("OK", 5)
+    assert (verdict, len(views)) == ("OK", 3)  # those that tenants share are shown to nobody
     news = {"tenant_id": str(ACME), "key_id": str(ACME_KEY), "version": 7}
     await version_topic(world.client()).handle(Message(1, "x", news, 1))
     assert (await gateway.look(claim(*limits)))[0] == "STALE"
+    await version_topic(world.client()).handle(Message(2, "y", {"limits_version": 3}, 1))
+    limits_of_now = EffectiveLimits(version=1, shared_version=3)
+
+    async def reload() -> Claim:
+        return claim(limits=limits_of_now)
+
+    passed = await gateway.admit(claim(tenant_id=GLOBEX, key_id=uuid7()), reload)
+    assert passed.claim.limits is limits_of_now
+    assert not passed.is_degraded
     await world.close()

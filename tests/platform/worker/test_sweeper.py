@@ -22,6 +22,7 @@ from loraplex_platform.worker.sweeper import Sweeper
 
 from tests.support.engines import connected
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.limits import set_limit, use_of
 from tests.support.metering import (
     Customer,
     add_customer,
@@ -84,7 +85,7 @@ async def assert_books_are_right(db: Database, engines: ConnectedEngines) -> Non
     assert report.identity.pending_requests == 0
 
 
-async def test_a_finished_request_is_billed_from_the_journal_once(
+async def test_a_finished_answer_that_nobody_has_heard_to_its_end_is_absorbed_once(
     db: Database, engine: FakeEngine
 ) -> None:
     customer = await add_customer(db)
@@ -98,9 +99,76 @@ async def test_a_finished_request_is_billed_from_the_journal_once(
 
     request, [attempt], [entry] = await rows_of(db, wanted.request_id)
     assert (first, second) == (["settled"], [])
-    assert (attempt.outcome, attempt.source, attempt.billed) == ("completed", "journal", 7)
-    assert (entry.account, entry.prompt_tokens, entry.cached_tokens) == ("revenue", 10, 4)
+    assert (attempt.outcome, attempt.source, attempt.billed) == ("lost", "journal", 0)
+    assert (entry.account, entry.prompt_tokens, entry.cached_tokens) == ("absorbed", 10, 4)
+    assert (entry.completion_tokens, attempt.absorbed) == (7, 7)
     assert (request.settled_by, request.error_code) == ("sweeper", "gateway_lost")
+    assert (request.finish_reason, request.completion_tokens) == ("error", 0)
+
+
+async def test_what_is_absorbed_uses_up_no_quota(db: Database, engine: FakeEngine) -> None:
+    customer = await add_customer(db)
+    quota = await set_limit(db, customer, "tokens_total", "1000", "total")
+    engine.script = Script(token_ids=range(7))
+    wanted = await run_and_die(db, engine, customer)
+    before = await use_of(db, quota)
+
+    async with connected(engine) as engines:
+        await sweeper_of(db, engines).sweep_once()
+        await assert_books_are_right(db, engines)
+
+    assert before == (0, wanted.est_prompt_tokens + wanted.est_completion_tokens)
+    assert await use_of(db, quota) == (0, 0)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+async def test_what_has_ended_is_left_to_a_gateway_that_is_cut_off_and_lives(
+    db: Database, engine: FakeEngine, reason: FinishReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client may have heard the end, which is in the gateway's spool."""
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7))
+    engine.gateway_timeout_s = 60.0
+    wanted, forgotten = [await run_and_die(db, engine, customer) for _ in range(2)]
+    engine.journal = [msgspec.structs.replace(e, finish_reason=reason) for e in engine.journal]
+
+    async with connected(engine) as engines:
+        sweeper = sweeper_of(db, engines)
+        first = await sweeper.sweep_once()
+        request, _, _ = await rows_of(db, wanted.request_id)
+        settled = await service.settle(
+            db.sessions, settlement(wanted.request_id, usage_generated=7)
+        )
+        monkeypatch.setattr(module, "MAX_SPARED_S", 0.0)
+        await expire(db, forgotten.request_id)
+        last = await sweeper.sweep_once()
+        await assert_books_are_right(db, engines)
+
+    assert (first, request.lease_token, request.state) == ([], 1, "reserved")
+    assert settled.applied
+    assert last == ["settled"]  # not even a gateway that lives is waited for without end
+
+
+@pytest.mark.parametrize("reason", ["error", None])
+async def test_what_runs_or_has_failed_is_not_left_to_a_gateway_that_is_cut_off(
+    db: Database, engine: FakeEngine, reason: FinishReason | None
+) -> None:
+    customer = await add_customer(db)
+    engine.script = Script(error_after=3) if reason else Script(never_answers=True)
+    engine.gateway_timeout_s = 60.0
+    wanted = reservation(customer)
+    await service.reserve(db.sessions, wanted)
+    async with (
+        connected(engine) as engines,
+        EngineClient(engine.address, gateway_id="gw-1") as client,
+    ):
+        await client.connect()
+        stream = await client.generate(generate_of(wanted))
+        if reason:
+            [event async for event in stream]
+        await expire(db, wanted.request_id)
+
+        assert await sweeper_of(db, engines).sweep_once() == ["settled" if reason else "aborting"]
 
 
 async def test_the_slow_gateway_that_comes_back_changes_nothing(
@@ -196,7 +264,7 @@ async def test_an_engines_error_is_absorbed(db: Database, engine: FakeEngine) ->
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-async def test_with_stop_strings_a_text_is_billed_up_to_the_checkpoint(
+async def test_with_stop_strings_an_abort_is_billed_up_to_the_checkpoint(
     db: Database, engine: FakeEngine, reason: FinishReason
 ) -> None:
     customer = await add_customer(db)
@@ -210,8 +278,10 @@ async def test_with_stop_strings_a_text_is_billed_up_to_the_checkpoint(
         await assert_books_are_right(db, engines)
 
     _, [attempt], [entry] = await rows_of(db, wanted.request_id)
-    assert (attempt.generated, attempt.billed, attempt.absorbed) == (9, 6, 3)
-    assert (entry.account, entry.completion_tokens) == ("revenue", 6)
+    billed = 6 if reason == "abort" else 0
+    assert (attempt.generated, attempt.billed, attempt.absorbed) == (9, billed, 9 - billed)
+    assert entry.account == ("revenue" if billed else "absorbed")
+    assert entry.completion_tokens == (billed or 9)
 
 
 async def test_a_request_that_was_never_dispatched_is_void(
@@ -277,7 +347,7 @@ async def test_a_landed_journal_settles_although_its_engine_is_gone(
         await assert_books_are_right(db, engines)
 
     _, [attempt], _ = await rows_of(db, wanted.request_id)
-    assert (attempt.source, attempt.billed) == ("journal", 7)
+    assert (attempt.source, attempt.absorbed) == ("journal", 7)
 
 
 async def test_work_that_turns_up_after_the_void_is_absorbed(
@@ -373,6 +443,7 @@ async def test_after_an_outage_gateways_have_the_word_first(
     monkeypatch.setattr(queries, "claim_expired", real_claim)
     monkeypatch.setattr(module, "STALL_S", 60.0)
 
+    await asyncio.sleep(0.5)  # however long it was away: their time begins when it is back
     # Nothing is taken, nor was it: the owner's token is still the right one.
     assert await sweeper.sweep_once() == []
     request, _, _ = await rows_of(db, wanted.request_id)
