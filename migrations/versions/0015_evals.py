@@ -1,6 +1,6 @@
 """Eval suites, runs, results and schedules.
 
-Revision: 0015, after 0009.
+Revision: 0015, after 0013.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from loraplex_platform.db.migration_sql import run_sql
 
 revision = "0015"
-down_revision = "0009"
+down_revision = "0013"
 branch_labels = None
 depends_on = None
 

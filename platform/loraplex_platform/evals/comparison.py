@@ -82,9 +82,13 @@ def compare(first: Mapping[str, CaseOutcome], second: Mapping[str, CaseOutcome])
 def mcnemar_exact(broken: int, mended: int) -> float:
     """Two-sided p of so many flips in either direction if both were equally likely."""
     count = broken + mended
-    tail: int = sum(math.comb(count, k) for k in range(min(broken, mended) + 1))
+    tail, ways = 0, 1
+    for k in range(min(broken, mended) + 1):
+        tail += ways
+        ways = ways * (count - k) // (k + 1)
     # Integers until here: 2**count is beyond any float for large suites.
-    return min(1.0, float((2 * tail) / (1 << count)))
+    p_value: float = (2 * tail) / (1 << count)
+    return min(1.0, p_value)
 
 
 def paired_interval(differences: Sequence[float]) -> Interval:

@@ -10,6 +10,7 @@ from uuid import UUID
 from sqlalchemy import Select, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from loraplex_platform.db import (
     BaseModel,
@@ -73,11 +74,20 @@ async def newest_versions(
     session: AsyncSession, suite_ids: Sequence[UUID]
 ) -> dict[UUID, EvalSuiteVersion]:
     """The newest of each, without their content."""
+    newest = (
+        select(EvalSuiteVersion.suite_id, func.max(EvalSuiteVersion.number).label("number"))
+        .where(EvalSuiteVersion.suite_id.in_(suite_ids))
+        .group_by(EvalSuiteVersion.suite_id)
+        .subquery()
+    )
     rows = await session.scalars(
         select(EvalSuiteVersion)
-        .distinct(EvalSuiteVersion.suite_id)
-        .where(EvalSuiteVersion.suite_id.in_(suite_ids))
-        .order_by(EvalSuiteVersion.suite_id, EvalSuiteVersion.number.desc())
+        .join(
+            newest,
+            (newest.c.suite_id == EvalSuiteVersion.suite_id)
+            & (newest.c.number == EvalSuiteVersion.number),
+        )
+        .options(defer(EvalSuiteVersion.content, raiseload=True))
     )
     return {version.suite_id: version for version in rows}
 

@@ -241,11 +241,13 @@ class EvalWorker:
                 _sum_up_replay(held, content, ending, replay)
             elif isinstance(content, suites.ChecksContent):
                 _sum_up(held, content, ending, results)
-                if ending == "done":
-                    await _compare_with_before(session, held, results)
+            # With the state, before another statement: the table wants both or neither.
             held.ended_at = func.now()
             held.lease_until = None
-            return held.state
+            state = held.state
+            if state in ("passed", "failed") and replay is None:
+                await _compare_with_before(session, held, results)
+            return state
 
         state = await run_transaction(self.sessions, work, is_idempotent=True)
         log.info("eval_run_ended", run_id=str(run.id), state=state)
