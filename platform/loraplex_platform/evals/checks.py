@@ -405,7 +405,7 @@ def _validator(schema: dict[str, Any] | bool) -> Any:  # noqa: ANN401 (one class
             schema, retriever=_no_retrieval, pattern_options=jsonschema_rs.RegexOptions()
         )
     except (ValueError, jsonschema_rs.ReferencingError) as error:
-        raise ValueError(f"not a JSON Schema: {_shown(str(error))}") from None
+        raise ValueError(f"not a JSON Schema: {_shown(str(error).partition(chr(10))[0])}") from None
 
 
 def _number_in(text: str, where: Literal["first", "last", "whole"]) -> float | None:

@@ -27,6 +27,7 @@ MAX_TRACE_LINES: Final = 5_000
 MAX_LINE_BYTES: Final = 128 * 1024
 MAX_CONTENT_BYTES: Final = 900 * 1024  # the control API's bodies end at 1 MiB
 MAX_CHECKS: Final = 16
+MAX_DEPTH: Final = 64  # of a line's JSON
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 
 # Characters that a database's text, or a reader's eye, cannot take: NUL and halves of pairs.
@@ -282,7 +283,14 @@ def _bounded(content: AnyContent) -> AnyContent:
     return content
 
 
-def _check_storable(number: int, value: Any, path: str = "") -> None:  # noqa: ANN401 (any JSON)
+def _check_storable(
+    number: int,
+    value: Any,  # noqa: ANN401 (any JSON)
+    path: str = "",
+    depth: int = 0,
+) -> None:
+    if depth > MAX_DEPTH:
+        raise _refusal(number, None, f"it is nested deeper than {MAX_DEPTH}: flatten it.")
     if isinstance(value, str):
         bad = _UNSTORABLE.search(value)
         if bad is not None:
@@ -293,11 +301,12 @@ def _check_storable(number: int, value: Any, path: str = "") -> None:  # noqa: A
         raise _refusal(number, path, "it is not a finite number.")
     elif isinstance(value, dict):
         for name, item in value.items():
-            _check_storable(number, name, f"{path}.{ascii(name)[1:-1]}".lstrip("."))
-            _check_storable(number, item, f"{path}.{ascii(name)[1:-1]}".lstrip("."))
+            inner = f"{path}.{ascii(name)[1:-1]}".lstrip(".")
+            _check_storable(number, name, inner, depth + 1)
+            _check_storable(number, item, inner, depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_storable(number, item, f"{path}[{index}]")
+            _check_storable(number, item, f"{path}[{index}]", depth + 1)
 
 
 def _explain(number: int, error: ValidationError) -> SuiteLineError:

@@ -29,6 +29,11 @@ CASE: dict[str, Any] = {
 }
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(500):
+    DEEP = {"properties": {"a": DEEP}}
+
+
 def without(field: str) -> dict[str, Any]:
     return {name: value for name, value in CASE.items() if name != field}
 
@@ -106,6 +111,10 @@ def test_a_trace_is_sorted_and_comes_back() -> None:
         ([{**CASE, "weight": float("nan")}], "line 1: weight: it is not a finite number"),
         ([{**CASE, "weight": 0}], "line 1: weight:"),
         ([{**CASE, "params": {"max_tokens": 0}}], "line 1: params.max_tokens"),
+        (
+            [{**CASE, "checks": [{"type": "json_schema", "schema": DEEP}]}],
+            "line 1: .*nested deeper",
+        ),
         (["text"], "line 1: it must be a JSON object"),
         ([None], "there is no case"),
         ([{**CASE, "id": str(i)} for i in range(MAX_CASES + 1)], "line 2001: .*split it"),
