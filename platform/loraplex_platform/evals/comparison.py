@@ -127,7 +127,7 @@ def student_quantile(p: float, degrees: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
     )
-    return z + sum(term / degrees ** (i + 1) for i, term in enumerate(terms))
+    return z + sum(term / float(degrees) ** (i + 1) for i, term in enumerate(terms))
 
 
 # ---------------------------------------------------------------------------- the same revision again

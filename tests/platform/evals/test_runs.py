@@ -250,7 +250,7 @@ async def test_a_suspended_tenant_is_not_asked_for(stand: Stand, tenant: str, mo
         run = await ended(stand, tenant, run_id)
 
     assert run["state"] == "error"
-    assert "suspended" in run["error"]
+    assert "not active" in run["error"]
 
 
 async def test_what_fits_no_context_and_what_is_not_finite_is_told_apart(
