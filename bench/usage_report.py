@@ -128,8 +128,21 @@ async def measure(num_rows: int, parts: list[str]) -> None:
 # ---------------------------------------------------------------------- the tables
 
 
+# While the tables are filled; afterwards the server is as anybody's.
+_FILLING = {"max_wal_size": "16GB", "checkpoint_timeout": "1h", "autovacuum": "off"}
+
+
+def _configure(url: str, *, is_filling: bool) -> None:
+    with psycopg.connect(url, autocommit=True) as owner:
+        for name, value in _FILLING.items():
+            change = f"set {name} = '{value}'" if is_filling else f"reset {name}"
+            owner.execute(f"alter system {change}")
+        owner.execute("select pg_reload_conf()")
+
+
 async def _fill(stand: Stand, url: str, num_rows: int) -> Customer:
     callers = _callers(url)
+    _configure(url, is_filling=True)
     start = first_day()
     end = datetime.now(UTC) - timedelta(minutes=30)
     with Progress(
@@ -149,6 +162,7 @@ async def _fill(stand: Stand, url: str, num_rows: int) -> Customer:
         rollups = progress.add_task("rolling up", total=1)
         await asyncio.to_thread(_roll_up, url)
         progress.advance(rollups)
+    _configure(url, is_filling=False)
     took_ms = await _time_worker(stand, url)
     await asyncio.to_thread(
         add_traffic,

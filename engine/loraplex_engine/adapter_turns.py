@@ -47,6 +47,9 @@ class AdapterTurns:
         """
         digest, tenant_id = request.adapter_digest, request.generate.tenant_id
         assert digest is not None
+        if self._has_its_most(request, running):
+            self._refused[digest, tenant_id] = BlockReason.ADAPTER_SHARE
+            return None
         slot = self._pool.lease(digest, tenant_id)
         if slot is None:
             reason = self._pool.why_refused(digest, tenant_id)
@@ -54,6 +57,22 @@ class AdapterTurns:
             if reason is BlockReason.ADAPTER_SLOT and self._draining is None:
                 self._draining = self._choose(running)
         return slot
+
+    def _has_its_most(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether one adapter more in the slots would be more than the request's tenant may have there.
+
+        Slots that it shares with other tenants count as its own, or what it may run would depend on them.
+        """
+        most = request.generate.max_adapters
+        if most is None:
+            return False
+        held = {
+            other.adapter_digest
+            for other in running
+            if other.adapter_digest is not None
+            and other.generate.tenant_id == request.generate.tenant_id
+        }
+        return request.adapter_digest not in held and len(held) >= most
 
     def _choose(self, running: Sequence[Request]) -> str:
         """The adapter whose slot goes to the first request that lacks one."""

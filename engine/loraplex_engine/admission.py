@@ -81,6 +81,10 @@ def check_request(
     if abs(generate.priority) > _INT32_MAX:
         raise InvalidRequestError(f"priority is {generate.priority}: it must fit 32 bits")
     _check_number("weight", generate.weight, MIN_WEIGHT, MAX_WEIGHT)
+    if generate.memory_weight is not None:
+        _check_number("memory_weight", generate.memory_weight, MIN_WEIGHT, MAX_WEIGHT)
+    if generate.max_adapters is not None and generate.max_adapters < 1:
+        raise InvalidRequestError(f"max_adapters is {generate.max_adapters}: use 1 or more")
     if generate.deadline_unix_s is not None and not math.isfinite(generate.deadline_unix_s):
         raise InvalidRequestError("deadline_unix_s is not a finite number")
     wanted = len(prompt) + generate.sampling.max_tokens

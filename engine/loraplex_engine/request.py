@@ -37,7 +37,8 @@ class BlockReason(Enum):
 
     ADAPTER_LOADING = "adapter_loading"
     ADAPTER_SLOT = "adapter_slot"  # loaded, but every slot is leased
-    ADAPTER_SHARE = "adapter_share"  # its tenant has its share of the slots, and another one waits
+    # Its tenant has its share of the slots, and another one waits; or as many as it may ever have.
+    ADAPTER_SHARE = "adapter_share"
     PARTIAL_PREFILLS = "partial_prefills"  # it is long, and enough long ones are under way
     PREFIX = "prefix"  # another request is computing the prefix that they share
     GRAMMAR = "grammar"  # being compiled

@@ -239,7 +239,86 @@ END
 $$;
 """
 
+# In pieces, and one chain at a time: who cuts a log of many years holds up nobody's changes but, for a
+# moment, those of one tenant. The platform's own head is locked first, for what retention does is written
+# there, and heads are locked in one order.
+CUT = """
+DROP FUNCTION loraplex_drop_audit();
+CREATE FUNCTION loraplex_drop_audit(most integer) RETURNS bigint
+    LANGUAGE plpgsql
+    SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    DECLARE
+        keep_days integer := loraplex_keep_days('audit_log');
+        due_before timestamptz := now() - make_interval(days => keep_days);
+        due_chain uuid;
+        head audit_heads;
+        last audit_log;
+        gone bigint;
+    BEGIN
+        IF keep_days IS NULL THEN
+            RETURN 0;
+        END IF;
+        SELECT h.chain INTO due_chain FROM audit_heads h
+            JOIN audit_log a ON a.chain = h.chain AND a.seq = h.first_seq
+            WHERE a.at < due_before ORDER BY h.chain LIMIT 1;
+        IF NOT FOUND THEN
+            RETURN 0;
+        END IF;
+        PERFORM 1 FROM audit_heads h
+            WHERE h.chain IN (due_chain, '00000000-0000-0000-0000-000000000000')
+            ORDER BY h.chain FOR UPDATE;
+        SELECT * INTO STRICT head FROM audit_heads h WHERE h.chain = due_chain;
+        -- The chain goes on from what the last dropped row said, so the rest stays proven.
+        SELECT * INTO last FROM audit_log a WHERE a.chain = due_chain AND a.at < due_before
+            AND a.seq BETWEEN head.first_seq AND head.first_seq + most - 1
+            ORDER BY a.seq DESC LIMIT 1;
+        IF NOT FOUND THEN
+            RETURN 0;  -- somebody else was at it
+        END IF;
+        DELETE FROM audit_log a WHERE a.chain = due_chain AND a.seq <= last.seq;
+        GET DIAGNOSTICS gone = ROW_COUNT;
+        UPDATE audit_heads h SET first_seq = last.seq + 1, first_prev_hash = last.hash
+            WHERE h.chain = due_chain;
+        RETURN gone;
+    END
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_drop_audit(integer) FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION loraplex_drop_audit(integer) TO loraplex_app;
+"""
+
 DROP = """
+DROP FUNCTION loraplex_drop_audit(integer);
+CREATE FUNCTION loraplex_drop_audit() RETURNS bigint
+    LANGUAGE plpgsql
+    SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    DECLARE
+        keep_days integer := loraplex_keep_days('audit_log');
+        head audit_heads;
+        last audit_log;
+        gone bigint := 0;
+        counted bigint;
+    BEGIN
+        IF keep_days IS NULL THEN
+            RETURN 0;
+        END IF;
+        FOR head IN SELECT * FROM audit_heads ORDER BY chain FOR UPDATE LOOP
+            -- The chain goes on from what the last dropped row said, so the rest stays proven.
+            SELECT * INTO last FROM audit_log WHERE chain = head.chain
+                AND at < now() - make_interval(days => keep_days) ORDER BY seq DESC LIMIT 1;
+            CONTINUE WHEN NOT FOUND;
+            DELETE FROM audit_log WHERE chain = head.chain AND seq <= last.seq;
+            GET DIAGNOSTICS counted = ROW_COUNT;
+            gone := gone + counted;
+            UPDATE audit_heads SET first_seq = last.seq + 1, first_prev_hash = last.hash
+                WHERE chain = head.chain;
+        END LOOP;
+        RETURN gone;
+    END
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_drop_audit() FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION loraplex_drop_audit() TO loraplex_app;
 DROP FUNCTION loraplex_usage_of_marks(uuid, date, date);
 CREATE OR REPLACE FUNCTION loraplex_usage_of(tenant uuid, on_day date)
     RETURNS TABLE (
@@ -341,7 +420,7 @@ ALTER TABLE limits DROP CONSTRAINT ck_limits_opening, DROP COLUMN is_opening;
 
 
 def upgrade() -> None:
-    run_sql(OPENING, MARKS, OF_MARKS, ABSORBED)
+    run_sql(OPENING, MARKS, OF_MARKS, ABSORBED, CUT)
 
 
 def downgrade() -> None:

@@ -1,4 +1,5 @@
-"""Adapter-hours, from deployments' history to the ledger; a version of the limits that tenants share.
+"""Adapter-hours, from deployments' history to the ledger; a version of the limits that tenants share; what
+a tenant may take of an engine's memory.
 
 Revision: 0011, after 0010.
 """
@@ -320,9 +321,22 @@ DROP TABLE deployment_events;
 """
 
 
+MEMORY = """
+ALTER TABLE tenants
+    ADD COLUMN memory_weight DOUBLE PRECISION,
+    ADD COLUMN max_adapters INTEGER,
+    ADD CONSTRAINT ck_tenants_memory_weight CHECK (memory_weight between 0.001 and 1000),
+    ADD CONSTRAINT ck_tenants_max_adapters CHECK (max_adapters >= 1);
+"""
+
+DROP_MEMORY = """
+ALTER TABLE tenants DROP COLUMN memory_weight, DROP COLUMN max_adapters;
+"""
+
+
 def upgrade() -> None:
-    run_sql(SHARED_VERSION, HISTORY, HOURS)
+    run_sql(SHARED_VERSION, HISTORY, HOURS, MEMORY)
 
 
 def downgrade() -> None:
-    run_sql(DROP_HOURS, DROP_SHARED_VERSION)
+    run_sql(DROP_MEMORY, DROP_HOURS, DROP_SHARED_VERSION)

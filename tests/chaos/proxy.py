@@ -32,7 +32,7 @@ class Proxy:
         self._flowing.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._function = b""
+        self._words = b""
         self._every = 0
         self._num_asked = 0
 
@@ -58,10 +58,10 @@ class Proxy:
         """Everything comes through again, what was said meanwhile first."""
         self._flowing.set()
 
-    def lose_replies_to(self, function: str, every: int) -> None:
-        """Of Postgres: have every so-many-th statement with `function` in it done, swallow its reply and
-        break the connection: a COMMIT whose acknowledgement was lost. 0: no more."""
-        self._function, self._every, self._num_asked = function.encode(), every, 0
+    def lose_replies_to(self, words: str, every: int) -> None:
+        """Of Postgres: have every so-many-th statement done that has these words in its text or parameters,
+        swallow its reply and break the connection: a COMMIT whose acknowledgement was lost. 0: no more."""
+        self._words, self._every, self._num_asked = words.encode(), every, 0
 
     def _loses_this(self) -> bool:
         self._num_asked += 1
@@ -76,7 +76,7 @@ class Proxy:
             await self._flowing.wait()
             server_reader, server_writer = await asyncio.open_unix_connection(self._target)
             writers.append(server_writer)
-            talk = _PostgresTalk(lambda: self._function if self._every else b"", self._loses_this)
+            talk = _PostgresTalk(lambda: self._words if self._every else b"", self._loses_this)
             directions = [
                 asyncio.create_task(self._carry(reader, server_writer, talk.asked)),
                 asyncio.create_task(self._carry(server_reader, writer, talk.answered)),
@@ -119,8 +119,8 @@ class _PostgresTalk:
     Source: https://www.postgresql.org/docs/current/protocol-message-formats.html
     """
 
-    def __init__(self, function: Callable[[], bytes], loses_this: Callable[[], bool]) -> None:
-        self._function = function
+    def __init__(self, words: Callable[[], bytes], loses_this: Callable[[], bool]) -> None:
+        self._words = words
         self._loses_this = loses_this
         self._statements: dict[bytes, bytes] = {}  # prepared: name -> SQL
         self._asked = bytearray()
@@ -141,9 +141,10 @@ class _PostgresTalk:
             if kind == b"P":
                 name, _, rest = body.partition(b"\0")
                 self._statements[name] = rest.partition(b"\0")[0]
-            elif kind == b"B" and (function := self._function()):
+            elif kind == b"B" and (words := self._words()):
                 name = body.partition(b"\0")[2].partition(b"\0")[0]
-                if function in self._statements.get(name, b"") and self._loses_this():
+                is_meant = words in body or words in self._statements.get(name, b"")
+                if is_meant and self._loses_this():
                     self._reply = bytearray()
         return data
 

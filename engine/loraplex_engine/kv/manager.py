@@ -452,7 +452,7 @@ class KvManager:
             if table.chain is not None:
                 table.num_unnamed += count
                 request = table.request
-                weight = None if request is None else request.generate.weight
+                weight = None if request is None else _memory_weight(request)
                 self._cache.note_unnamed(table.chain.owner, count, weight=weight)
             missing = count - self._pool.num_listed
             if missing > 0:
@@ -497,3 +497,9 @@ def _is_waited_for(request: Request) -> bool:
         and sibling.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         for sibling in request.siblings
     )
+
+
+def _memory_weight(request: Request) -> float:
+    """Of the share of the cache that the request's tenant has beside others."""
+    generate = request.generate
+    return generate.weight if generate.memory_weight is None else generate.memory_weight

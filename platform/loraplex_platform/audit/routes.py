@@ -54,7 +54,7 @@ def _reached(request: Request, tenant: UUID | None) -> Collection[UUID] | None:
     return reach.tenant_ids if tenant is None else frozenset({tenant})
 
 
-def _filter(
+async def _filter(
     request: Request,
     *,
     tenant: TenantFilter,

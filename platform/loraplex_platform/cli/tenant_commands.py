@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -99,6 +99,72 @@ def update(
         found = admin.tenant(tenant)
         admin.call("PATCH", f"/tenants/{found['id']}", changes)
     typer.echo(f"updated {found['slug']}")
+
+
+@app.command()
+def schedule(
+    tenant: TenantArgument,
+    priority: Annotated[
+        int | None, typer.Option(show_default="as it is", help="Of a larger one goes first.")
+    ] = None,
+    weight: Annotated[
+        float | None,
+        typer.Option(show_default="as it is", help="Its share of what its priority gets."),
+    ] = None,
+    memory_weight: Annotated[
+        str | None,
+        typer.Option(
+            show_default="as it is",
+            help="Its share of the KV cache beside other tenants'; 'none': its weight.",
+        ),
+    ] = None,
+    max_adapters: Annotated[
+        str | None,
+        typer.Option(
+            show_default="as it is",
+            help="How many of its adapters may be in use on an engine at a time; 'none': any number.",
+        ),
+    ] = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Say how urgent a tenant's requests are at the engines, and what memory is theirs there.
+
+    Examples:
+
+      loraplex tenants schedule acme --weight 2 --memory-weight 4
+
+      loraplex tenants schedule acme --max-adapters 2
+
+      loraplex tenants schedule acme --max-adapters none
+    """
+    changes: dict[str, Any] = {"priority": priority, "weight": weight}
+    changes = {field: value for field, value in changes.items() if value is not None}
+    if memory_weight is not None:
+        changes["memory_weight"] = _number_or_none("--memory-weight", memory_weight, float)
+    if max_adapters is not None:
+        changes["max_adapters"] = _number_or_none("--max-adapters", max_adapters, int)
+    if not changes:
+        raise CommandError(
+            "nothing to change: give --priority, --weight, --memory-weight or --max-adapters"
+        )
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.tenant(tenant)
+        shown = admin.call("PATCH", f"/tenants/{found['id']}/scheduling", changes)
+    settings = ", ".join(
+        f"{name} {'none' if shown[name] is None else shown[name]}"
+        for name in ("priority", "weight", "memory_weight", "max_adapters")
+    )
+    typer.echo(f"{found['slug']}: {settings}")
+
+
+def _number_or_none(option: str, text: str, kind: type[float | int]) -> float | int | None:
+    if text == "none":
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise CommandError(f"{option}: give a number, or 'none'") from None
 
 
 @app.command()

@@ -175,7 +175,7 @@ def _is_own(origin: str, request: Request) -> bool:
     return urlsplit(origin).netloc == request.headers.get("host", "")
 
 
-def get_principal(request: Request) -> Principal:
+async def get_principal(request: Request) -> Principal:
     """Set by `AdminRoute`; a route of another class has none and fails."""
     principal: Principal = request.state.principal
     return principal

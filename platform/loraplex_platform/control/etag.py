@@ -23,7 +23,7 @@ class VersionConflictError(ConflictError):
     code = "version_conflict"
 
 
-def _if_match(
+async def _if_match(
     if_match: Annotated[
         str | None,
         Header(

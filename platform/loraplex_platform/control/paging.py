@@ -53,7 +53,7 @@ class Page:
             ) from None
 
 
-def _page(
+async def _page(
     limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="How many objects at most.")] = 20,
     after: Annotated[
         str | None,

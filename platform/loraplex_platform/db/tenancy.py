@@ -32,6 +32,8 @@ class Tenant(Base):
         CheckConstraint("slug ~ '^[a-z0-9][a-z0-9-]{0,62}$'", name="slug"),
         CheckConstraint("priority between -100 and 100", name="priority"),
         CheckConstraint("weight between 0.001 and 1000", name="weight"),
+        CheckConstraint("memory_weight between 0.001 and 1000", name="memory_weight"),
+        CheckConstraint("max_adapters >= 1", name="max_adapters"),
         CheckConstraint("erased_at is null or status = 'closed'", name="erased"),
     )
 
@@ -47,6 +49,10 @@ class Tenant(Base):
     # The engine's: a larger priority is served first, weights share what is left (policies/fair.py).
     priority: Mapped[int] = mapped_column(server_default=text("0"))
     weight: Mapped[float] = mapped_column(Double, server_default=text("1"))
+    # Of its share of an engine's KV cache, null: its weight; and how many of its adapters may be in use
+    # there at a time, null: as many as there is room for.
+    memory_weight: Mapped[float | None] = mapped_column(Double)
+    max_adapters: Mapped[int | None]
     row_version: Mapped[int] = mapped_column(server_default=text("1"))
     erased_at: Mapped[datetime | None]  # deleted: what was theirs is gone, see erasure/service.py
 

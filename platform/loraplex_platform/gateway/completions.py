@@ -364,6 +364,8 @@ def _job(
         timeout_s=gateway.settings.request_timeout_s,
         priority=caller.priority,
         weight=caller.weight,
+        memory_weight=caller.memory_weight,
+        max_adapters=caller.max_adapters,
         retry=retry,
     )
 

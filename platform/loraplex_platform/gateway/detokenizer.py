@@ -47,16 +47,15 @@ class TokenBytes:
     Args:
         tokens: token string by id; an id that is not here contributes nothing.
         special_ids: skipped in text, as `skip_special_tokens=True` does.
+
+    Attributes:
+        max_length: bytes of the longest token: no text has fewer tokens than its bytes divided by this.
     """
 
     def __init__(self, tokens: Mapping[int, str], special_ids: Sequence[int]) -> None:
         self._bytes = {id_: byte_level_bytes(token) for id_, token in tokens.items()}
         self._names = {id_: tokens.get(id_, "") for id_ in special_ids}
-
-    @property
-    def max_length(self) -> int:
-        """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
-        return max(map(len, self._bytes.values()), default=1)
+        self.max_length = max(map(len, self._bytes.values()), default=1)
 
     def is_special(self, token_id: int) -> bool:
         """Skipped in text."""

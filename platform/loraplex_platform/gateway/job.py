@@ -46,6 +46,8 @@ class Job:
     params: FieldNames = FieldNames()
     priority: int = 0  # of its tenant, at the engine; larger is more urgent
     weight: float = 1.0  # of its tenant, among those of its priority
+    memory_weight: float | None = None  # see `Authenticated`
+    max_adapters: int | None = None
     retry: Retry | None = None  # came with an Idempotency-Key, which it is to claim
 
     @property

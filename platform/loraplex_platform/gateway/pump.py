@@ -108,6 +108,7 @@ class Pump:
     _is_dispatched: bool = field(default=False, init=False)  # the engine may know of it
     _has_aborted: bool = field(default=False, init=False)
     _has_lost_lease: bool = field(default=False, init=False)
+    _last_end: ChoiceEnded | None = field(default=None, init=False)
     # What is not told yet, while somebody asks whether the lease is still ours; None: nobody does.
     _held: list[PumpEvent] | None = field(default=None, init=False)
     _asking: asyncio.Task[None] | None = field(default=None, init=False)
@@ -356,6 +357,8 @@ class Pump:
             adapter_digest=job.model.adapter_digest,
             priority=job.priority,
             weight=job.weight,
+            memory_weight=job.memory_weight,
+            max_adapters=job.max_adapters,
             deadline_unix_s=time.time() + job.timeout_s - waited_s,
         )
 
@@ -437,7 +440,11 @@ class Pump:
         if choice.reason is None:
             self._release(index, choice.text.finish())
             choice.reason = reason
-            self._tell(ChoiceEnded(index, reason))
+            event = ChoiceEnded(index, reason)
+            if self._has_all_text:
+                self._last_end = event  # with which the answer is complete: after the books
+            else:
+                self._tell(event)
 
     @property
     def _has_all_text(self) -> bool:
@@ -523,8 +530,14 @@ class Pump:
         await asyncio.wait({closing}, timeout=ANSWER_WAIT_S)
         self.failpoints.hit("after_tx2")
         is_ours = await self._is_ours(closing.result() if closing.done() else None)
-        self.events.put_nowait(ending.event if is_ours else _unless_finished(ending.event))
+        self._tell_end(ending.event if is_ours else _unless_finished(ending.event))
         await closing
+
+    def _tell_end(self, event: Finished | Failed) -> None:
+        """The last thing that the listener hears."""
+        if isinstance(event, Finished) and self._last_end is not None:
+            self.events.put_nowait(self._last_end)
+        self.events.put_nowait(event)
 
     async def _is_ours(self, closed: Closed | None) -> bool:
         """Whether our ending counts. None: it is not written yet.

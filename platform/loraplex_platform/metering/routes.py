@@ -84,7 +84,7 @@ def _id_filter(kind: str, name: str, text: str | None) -> UUID | None:
         ) from None
 
 
-def _usage_filter(
+async def _usage_filter(
     *,
     tenant: TenantFilter,
     project_id: Annotated[str | None, Query(description="Only this project's.")] = None,
@@ -113,7 +113,7 @@ def _usage_filter(
     )
 
 
-def _usage_query(
+async def _usage_query(
     *,
     only: Annotated[UsageFilter, Depends(_usage_filter)],
     start_time: Annotated[UnixTime, Query(description="Unix seconds, inclusive.")],

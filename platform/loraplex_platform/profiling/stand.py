@@ -120,7 +120,7 @@ class _UnbookedPump(Pump):
         self._lease_ends_s = math.inf
 
     async def _close_books(self, ending: Ending) -> None:
-        self.events.put_nowait(ending.event)
+        self._tell_end(ending.event)
 
 
 class _OneReplica:

@@ -85,6 +85,11 @@ select window_ids, first_at, opened_at, held_since from loraplex_open_quota(%(li
     %(tenant_id)s, %(scope_kind)s, %(scope_id)s, %(metric)s, %(period)s, %(window_s)s::integer)
 """
 _CLOSE = text("delete from limits where id = :limit_id and is_opening returning id")
+# Buckets of one limit, and so only their time tells them apart in the order of all locks.
+_LOCK_WINDOWS = text("""
+select id from quota_windows where id = any(cast(:window_ids as bigint[]))
+order by period_start for update
+""")
 _ADD = text("""
 update quota_windows q set committed = q.committed + c.used
 from unnest(cast(:window_ids as bigint[]), cast(:used as numeric[])) as c (window_id, used)
@@ -214,8 +219,7 @@ async def close(session: AsyncSession, opening: Opening, used: Mapping[int, int]
     """
     if (await session.execute(_CLOSE, {"limit_id": opening.limit_id})).first() is None:
         raise ConflictError("Counting what has been used took too long; set the limit again.")
-    # Of these windows whoever settles holds one, and of no limit's windows two: in whatever order they
-    # are locked here, nobody waits in a circle.
+    await session.execute(_LOCK_WINDOWS, {"window_ids": list(used)})
     await session.execute(_ADD, {"window_ids": list(used), "used": list(used.values())})
 
 

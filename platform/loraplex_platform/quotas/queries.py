@@ -136,7 +136,7 @@ async def lock_tenant(session: AsyncSession, tenant_id: UUID) -> Tenant | None:
 
 
 async def update_scheduling(session: AsyncSession, tenant_id: UUID, values: dict[str, Any]) -> None:
-    """Set priority or weight; the database makes the tenant's version grow."""
+    """Set what engines are told of the tenant; the database makes its version grow."""
     await session.execute(
         update(Tenant)
         .where(Tenant.id == tenant_id)

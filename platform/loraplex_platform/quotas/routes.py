@@ -38,7 +38,7 @@ explain_router = admin_router("/explain", "Limits")
 LimitId = Annotated[str, Path(description="The limit's id, `lim_...`.")]
 
 
-def _tenant_filter(
+async def _tenant_filter(
     tenant_id: Annotated[str | None, Query(description="Only those of this tenant.")] = None,
 ) -> UUID | None:
     if tenant_id is None:
@@ -49,7 +49,7 @@ def _tenant_filter(
         raise NotFoundError("No such tenant.", param="tenant_id") from None
 
 
-def _key_filter(
+async def _key_filter(
     key_id: Annotated[str, Query(max_length=80, description="The caller's key, `key_...`.")],
 ) -> UUID:
     try:
@@ -58,7 +58,7 @@ def _key_filter(
         raise NotFoundError("No such key.", param="key_id") from None
 
 
-def _deployment_filter(
+async def _deployment_filter(
     deployment_id: Annotated[
         str | None,
         Query(
@@ -183,7 +183,7 @@ async def update_scheduling(
     response: Response,
     session: DbSession,
 ) -> SchedulingResource:
-    """Set the tenant's priority and weight, from its next request on."""
+    """Set the tenant's priority, weight and shares of memory, from its next request on."""
     tenant = await service.update_scheduling(session, request.state.actor, owner.id, body, if_match)
     set_etag(response, tenant.row_version)
     return _show_scheduling(tenant)
@@ -213,5 +213,7 @@ def _show_scheduling(tenant: Tenant) -> SchedulingResource:
         tenant_id=format_id("tenant", tenant.id),
         priority=tenant.priority,
         weight=tenant.weight,
+        memory_weight=tenant.memory_weight,
+        max_adapters=tenant.max_adapters,
         version=tenant.row_version,
     )

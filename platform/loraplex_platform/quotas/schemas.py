@@ -185,10 +185,14 @@ class ExplanationResource(Resource):
 
 
 class SchedulingChanges(Body):
-    """How urgent a tenant's requests are at the engines; what is not named stays."""
+    """How urgent a tenant's requests are at the engines, and what memory is theirs there; what is not named
+    stays."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"priority": 0, "weight": 2.0}]}
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"priority": 0, "weight": 2.0, "memory_weight": 4.0, "max_adapters": 2}]
+        },
     )
 
     priority: StrictInt | None = Field(
@@ -203,6 +207,20 @@ class SchedulingChanges(Body):
         le=1000,
         description="Its share of what its priority gets: twice the weight, twice the tokens.",
     )
+    memory_weight: StrictFloat | StrictInt | None = Field(
+        default=None,
+        ge=0.001,
+        le=1000,
+        description="Its share of an engine's KV cache beside other tenants': what is cached within it is not "
+        "evicted for others; beyond it, a tenant has what nobody needs. null: its weight.",
+    )
+    max_adapters: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="How many of its adapters may be in use on an engine at a time; requests for more wait. "
+        "null: as many as there is room for.",
+    )
 
 
 class SchedulingResource(Resource):
@@ -212,6 +230,8 @@ class SchedulingResource(Resource):
     tenant_id: str
     priority: int
     weight: float
+    memory_weight: float | None
+    max_adapters: int | None
     version: int = Field(description="Its ETag, for If-Match; the tenant's.")
 
 

@@ -185,6 +185,9 @@ async def delete_limit(
     )
 
 
+_MAY_BE_NULL = ("memory_weight", "max_adapters")
+
+
 async def update_scheduling(
     session: AsyncSession,
     actor: Actor,
@@ -199,8 +202,9 @@ async def update_scheduling(
         VersionConflictError: it is not the version of If-Match.
     """
     tenant = await _lock_tenant(session, tenant_id)
-    wanted = {k: v for k, v in changes.model_dump(exclude_unset=True).items() if v is not None}
-    before = {"priority": tenant.priority, "weight": tenant.weight}
+    given = changes.model_dump(exclude_unset=True)
+    wanted = {k: v for k, v in given.items() if v is not None or k in _MAY_BE_NULL}
+    before = {field: getattr(tenant, field) for field in ("priority", "weight", *_MAY_BE_NULL)}
     check_version(if_match, tenant.row_version, wanted, before)
     wanted = {field: value for field, value in wanted.items() if before[field] != value}
     if not wanted:

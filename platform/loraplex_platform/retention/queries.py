@@ -71,9 +71,10 @@ async def drop_month(session: AsyncSession) -> int:
     return int((await session.execute(text("select loraplex_drop_month()"))).scalar_one())
 
 
-async def drop_audit(session: AsyncSession) -> int:
-    """Cut the audit chains where retention says; how many rows."""
-    return int((await session.execute(text("select loraplex_drop_audit()"))).scalar_one())
+async def drop_audit(session: AsyncSession, most: int) -> int:
+    """Cut one audit chain where retention says, at most so many rows; how many. 0: none is due."""
+    statement = text("select loraplex_drop_audit(:most)")
+    return int((await session.execute(statement, {"most": most})).scalar_one())
 
 
 async def count_due(session: AsyncSession, name: str) -> int:

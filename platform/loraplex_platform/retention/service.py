@@ -3,7 +3,7 @@
 | what | default | least | how |
 |---|---|---|---|
 | requests, their attempts and landed journal entries | 400 days | 62 | a month at a time, `DROP TABLE` |
-| audit log | for ever | 3650 days | from the oldest on; the chain goes on from where it was cut |
+| audit log | for ever | 3650 days | from the oldest on, in pieces; the chain goes on from where it was cut |
 | kept checks of the books | 90 days | 7 | delete; the newest stays |
 | webhook deliveries | 30 days | 1 | delete, once they are done |
 | sessions | 30 days past their end | 1 | delete |
@@ -146,8 +146,9 @@ async def clean(sessions: SessionFactory, actor: Actor) -> dict[RuleName, int]:
                         detail={"months" if name == "requests" else "rows": batch},
                     )
             count += batch
-            is_last = batch == 0 if name == "requests" else batch < BATCH
-            if name == "audit_log" or is_last:
+            # A batch of these is a month, or a piece of one chain.
+            is_last = batch == 0 if name in ("requests", "audit_log") else batch < BATCH
+            if is_last:
                 break
         if count:
             log.info("retention_applied", rule=name, count=count)
@@ -159,5 +160,5 @@ async def _clean_batch(session: AsyncSession, name: RuleName) -> int:
     if name == "requests":
         return await queries.drop_month(session)
     if name == "audit_log":
-        return await queries.drop_audit(session)
+        return await queries.drop_audit(session, BATCH)
     return await queries.delete_due(session, name, BATCH)

@@ -53,6 +53,8 @@ class Authenticated:
         valid_until: when the secret that was shown ends: the key's expiry, or the end of the grace of
             a rotated secret, whichever is first. Who keeps this object must look again then.
         priority, weight: of the tenant's requests at the engine, see `loraplex_engine.policies`.
+        memory_weight, max_adapters: what the tenant may take of an engine's memory, see
+            `loraplex_engine.protocol.Generate`.
     """
 
     key_id: UUID
@@ -68,6 +70,8 @@ class Authenticated:
     valid_until: datetime | None = None
     priority: int = 0
     weight: float = 1.0
+    memory_weight: float | None = None
+    max_adapters: int | None = None
 
 
 _GRANTS = (
@@ -119,6 +123,8 @@ async def authenticate(sessions: SessionFactory, pepper: SecretStr, secret: str)
         valid_until=min(ends, default=None),
         priority=tenant.priority,
         weight=tenant.weight,
+        memory_weight=tenant.memory_weight,
+        max_adapters=tenant.max_adapters,
     )
 
 

@@ -90,7 +90,6 @@ class KeyCache:
             TooManyAttemptsError: too many unknown keys from this address.
             DatabaseUnavailableError: we cannot tell.
         """
-        public_id_of(secret)  # nonsense costs no look-up
         digest = hashlib.blake2b(secret.encode(), key=self._digest_key, digest_size=16).digest()
         now_s = self._clock()
         if not is_fresh:
@@ -102,6 +101,7 @@ class KeyCache:
             if refused is not None and now_s - refused.noted_s < self._refused_ttl_s:
                 self._lookups.labels("refused").inc()
                 raise refused.error(refused.message)
+        public_id_of(secret)  # nonsense costs no look-up
         if digest not in self._known:
             await self._refuse_flood(address)
         try:

@@ -30,7 +30,7 @@ from loraplex_platform.tenancy.service import project_uuid
 router = admin_router("/tenants/{tenant_id}/keys", "Keys")
 
 
-def _key_uuid(key_id: Annotated[str, Path(description="The key's id, `key_...`.")]) -> UUID:
+async def _key_uuid(key_id: Annotated[str, Path(description="The key's id, `key_...`.")]) -> UUID:
     return service.key_uuid(key_id)
 
 

@@ -32,7 +32,7 @@ router = admin_router("/tenants", "Tenants")
 projects_router = admin_router("/tenants/{tenant_id}/projects", "Projects")
 
 
-def _tenant_uuid(
+async def _tenant_uuid(
     tenant_id: Annotated[
         str,
         Path(

@@ -44,13 +44,14 @@ class Loop:
     interval_s: float
     work: Callable[[], Awaitable[object]]
     metrics: LoopMetrics
+    stuck_after_s: float = STUCK_AFTER_S
     _round_began_s: float | None = field(default=None, init=False)
 
     @property
     def is_stuck(self) -> bool:
         """A round hangs. A round that fails, over and over, is not stuck."""
         began_s = self._round_began_s
-        return began_s is not None and time.monotonic() - began_s > STUCK_AFTER_S
+        return began_s is not None and time.monotonic() - began_s > self.stuck_after_s
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -90,6 +90,9 @@ class Stand:
     stranger: Customer
     redis_url: str
     closers: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    # What `check_books` has seen: the stand that a package shares is checked after each of its tests.
+    _checked: set[UUID] = field(default_factory=set)
+    _num_landed: int = 0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -186,41 +189,61 @@ class Stand:
         """Nothing left reserved; each settled request has its rows; engine = billed + the rest."""
         await self.settled()
         async with self.db.sessions() as session:
-            requests = (await session.scalars(select(Request))).all()
-            attempts = {a.request_id: a for a in await session.scalars(select(Attempt))}
-            ledger = {e.entry_id: e for e in await session.scalars(select(LedgerEntry))}
+            rows = await session.execute(select(Request.id, Request.state))
+            states = {row.id: row.state for row in rows}
+            new = states.keys() - self._checked
+            attempts = {
+                attempt.request_id: attempt
+                for attempt in await session.scalars(
+                    select(Attempt).where(Attempt.request_id.in_(new))
+                )
+            }
+            ledger = set(
+                await session.scalars(
+                    select(LedgerEntry.entry_id).where(LedgerEntry.entry_id.in_(new))
+                )
+            )
         journal = {UUID(e.request_id): e.usage for e in self.engine.journal}
-        for request in requests:
-            assert request.state in ("settled", "voided"), request.state
-            assert (request.state == "settled") == (request.id in attempts)
-            assert (request.id in attempts) == (request.id in ledger)
-        settled = {r.id for r in requests if r.state == "settled"}
-        assert set(journal) <= settled
+        for id_, state in states.items():
+            assert state in ("settled", "voided"), state
+            if id_ in new:
+                assert (state == "settled") == (id_ in attempts)
+                assert (id_ in attempts) == (id_ in ledger)
+        assert journal.keys() <= {id_ for id_, state in states.items() if state == "settled"}
         for id_, attempt in attempts.items():
             if attempt.source == "terminal":
                 assert attempt.generated == journal[id_].completion_tokens
                 assert attempt.prompt_tokens == journal[id_].prompt_tokens
         assert self.engine.num_running == 0
-        await check_invariants(self.db, self.engine)
+        num_landed, self._num_landed = self._num_landed, len(self.engine.journal)
+        await check_invariants(self.db, self.engine, num_landed=num_landed)
+        self._checked |= new
 
 
-async def check_invariants(db: Database, engine: FakeEngine) -> None:
-    """Land the engine's journal as the worker does, then run every SQL check."""
-    async with db.transaction() as session:
-        for entry in engine.journal:
-            row = insert(EngineUsage).values(
-                request_id=UUID(entry.request_id),
-                attempt=entry.attempt,
-                replica_id=engine.replica_id,
-                tenant_id=UUID(entry.tenant_id),
-                adapter_digest=entry.adapter_digest,
-                finish_reason=entry.finish_reason,
-                prompt_tokens=entry.usage.prompt_tokens,
-                cached_tokens=entry.usage.cached_tokens,
-                completion_tokens=entry.usage.completion_tokens,
-                ended_at=datetime.fromtimestamp(entry.ended_at_unix_s, UTC),
-            )
-            await session.execute(row.on_conflict_do_nothing())
+async def check_invariants(db: Database, engine: FakeEngine, *, num_landed: int = 0) -> None:
+    """Land the engine's journal as the worker does, then run every SQL check.
+
+    Args:
+        num_landed: so many entries of the journal were landed before.
+    """
+    rows = [
+        {
+            "request_id": UUID(entry.request_id),
+            "attempt": entry.attempt,
+            "replica_id": engine.replica_id,
+            "tenant_id": UUID(entry.tenant_id),
+            "adapter_digest": entry.adapter_digest,
+            "finish_reason": entry.finish_reason,
+            "prompt_tokens": entry.usage.prompt_tokens,
+            "cached_tokens": entry.usage.cached_tokens,
+            "completion_tokens": entry.usage.completion_tokens,
+            "ended_at": datetime.fromtimestamp(entry.ended_at_unix_s, UTC),
+        }
+        for entry in engine.journal[num_landed:]
+    ]
+    if rows:
+        async with db.transaction() as session:
+            await session.execute(insert(EngineUsage).values(rows).on_conflict_do_nothing())
     report = await invariants.check_invariants(db.sessions)
     assert report.ok, [check for check in report.checks if not check.ok]
     assert report.identity.difference == 0

@@ -168,6 +168,7 @@ async def test_of_what_the_sweeper_has_taken_over_nobody_hears_the_rest(
         assert '"code":"engine_lost"' in answer.text
         assert "[DONE]" not in answer.text
         assert '"usage"' not in answer.text
+        assert '"finish_reason":"stop"' not in answer.text
         said = "".join(re.findall('"content":"(.*?)"', answer.text))
         num_heard = sweep.num_hits - 1 if point == "mid_stream" else 12
         assert said == ("x" * num_heard if has_begun else "")

@@ -136,17 +136,23 @@ async def test_a_strangers_limits_are_not_mine(limited: Stand) -> None:
         )
 
 
-async def test_a_tenants_priority_and_weight_reach_the_engine(limited: Stand) -> None:
-    sql = "update tenants set priority = :priority, weight = :weight where id = :id"
+async def test_what_is_set_for_a_tenant_reaches_the_engine(limited: Stand) -> None:
+    sql = (
+        "update tenants set priority = :priority, weight = :weight, memory_weight = :memory,"
+        " max_adapters = :adapters where id = :id"
+    )
     tenant_id = limited.customer.tenant_id
-    await run_sql(limited.db, sql, priority=3, weight=2.5, id=tenant_id)
+    await run_sql(limited.db, sql, priority=3, weight=2.5, memory=0.5, adapters=2, id=tenant_id)
     try:
 
         async def has_arrived() -> bool:
             await limited.client.chat.completions.create(model=BASE, messages=_HELLO, max_tokens=1)
             asked = limited.generated[-1]
-            return (asked.priority, asked.weight) == (3, 2.5)
+            shares = (asked.memory_weight, asked.max_adapters)
+            return (asked.priority, asked.weight, *shares) == (3, 2.5, 0.5, 2)
 
         await eventually(has_arrived, f"what was set for {format_id('tenant', tenant_id)}")
     finally:
-        await run_sql(limited.db, sql, priority=0, weight=1.0, id=tenant_id)
+        await run_sql(
+            limited.db, sql, priority=0, weight=1.0, memory=None, adapters=None, id=tenant_id
+        )

@@ -375,7 +375,11 @@ class Fleet(RuleBasedStateMachine):
 _slugs = itertools.count(1)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples",
+    # Each history checks all books so far: minutes, and more beside other work.
+    [8, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
 def test_the_books_add_up_after_any_sequence_of_events(
     postgres_server: PostgresServer, examples: int
 ) -> None:

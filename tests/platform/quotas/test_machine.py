@@ -304,7 +304,11 @@ def _used(entry: LedgerEntry, metric: str) -> int:
     )
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples",
+    # Each history checks all books so far: minutes, and more beside other work.
+    [8, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
 def test_windows_are_what_the_books_say_after_any_sequence_of_events(
     postgres_server: PostgresServer, examples: int
 ) -> None:

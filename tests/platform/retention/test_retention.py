@@ -15,6 +15,7 @@ from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.retention import service as retention
+from loraplex_platform.retention.queries import drop_audit
 from loraplex_platform.retention.service import Due
 
 from tests.platform.control.stand import Stand, error_of
@@ -257,7 +258,12 @@ async def test_the_runtime_role_can_neither_shorten_the_least_nor_drop_by_itself
                 connection.execute(statement)
 
 
-async def test_the_audit_log_is_cut_at_its_old_end_and_the_rest_stays_proven(world: World) -> None:
+@pytest.mark.parametrize("piece", [retention.BATCH, 1])
+async def test_the_audit_log_is_cut_at_its_old_end_and_the_rest_stays_proven(
+    world: World, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(retention, "BATCH", piece)
+
     async def write(name: str, tenant_id: UUID | None) -> None:
         async with world.db.transaction() as session:
             record(session, SYSTEM, "x", "x", name, tenant_id=tenant_id)
@@ -308,6 +314,25 @@ async def test_the_audit_log_is_cut_at_its_old_end_and_the_rest_stays_proven(wor
         connection.execute("delete from audit_log where object_id = 'c'")
     report = await check_invariants(world.db.sessions)
     assert [check.code for check in report.checks if not check.ok] == ["I10"]
+
+
+async def test_whoever_cuts_one_chain_holds_up_no_other_tenant(world: World) -> None:
+    other = await add_customer(world.db, "globex")
+    async with world.db.transaction() as session:
+        record(session, SYSTEM, "x", "x", "old", tenant_id=world.customer.tenant_id)
+    async with world.db.transaction() as session:
+        await retention.set_rule(session, SYSTEM, "audit_log", 3650)
+    world.owner("alter table audit_log disable trigger user")
+    world.owner("update audit_log set at = at - interval '11 years' where object_id = 'old'")
+    world.owner("alter table audit_log enable trigger user")
+
+    async with world.db.transaction() as cutting:
+        assert await drop_audit(cutting, 10) == 1
+        async with asyncio.timeout(10), world.db.transaction() as session:
+            record(session, SYSTEM, "x", "x", "new", tenant_id=other.tenant_id)
+
+    left = {row[0] for row in world.owner("select object_id from audit_log")}
+    assert left == {"audit_log", "new"}
 
 
 async def test_done_deliveries_old_sessions_and_old_checks_go(world: World) -> None:

@@ -136,7 +136,7 @@ async def test_a_worker_finds_the_engine_settles_and_ends_in_order(
     assert (live.status_code, live.json()) == (200, {"status": "ok", "stuck": []})
     assert 'loraplex:worker_swept_total{verdict="settled"} 1.0' in metrics
     assert "loraplex:worker_journal_entries_total 1.0" in metrics
-    assert (code, report.ok, report.identity.billed) == (0, True, 7)
+    assert (code, report.ok, report.identity.absorbed) == (0, True, 7)
     assert "loop_failed" not in events(short_tmp_path)
     assert events(short_tmp_path)[-1] == "worker_stopped"
 
