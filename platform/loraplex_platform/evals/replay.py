@@ -22,6 +22,7 @@ from loraplex_platform.evals.performance import (
 )
 from loraplex_platform.evals.records import RunOptions, Target
 from loraplex_platform.evals.suites import PerformanceContent, TraceLine
+from loraplex_platform.gateway.tokenization import BaseTokenizer
 
 KV_INTERVAL_S: Final = 1.0
 STATS_TIMEOUT_S: Final = 1.0
@@ -44,10 +45,12 @@ class Replay:
     _max_in_flight: int = 0
     _began_s: float = 0.0
     _kv_usage: list[float] = field(default_factory=list)
+    _plain_ids: list[int] = field(default_factory=list)
 
     async def run(self, content: PerformanceContent) -> None:
         """To its end; `figures` may be asked for also when it was cancelled before."""
         places = asyncio.Semaphore(self.options.concurrency)
+        self._plain_ids = _plain_ids_of(self.asker.tokenizer)
         self._began_s = time.monotonic()
         watching = asyncio.create_task(self._watch_kv(), name="eval kv occupancy")
         try:
@@ -102,7 +105,7 @@ class Replay:
         length = min(line.prompt_tokens, context - completion)
         if (length, completion) != (line.prompt_tokens, line.completion_tokens):
             self.num_shortened += 1
-        prompt = synthetic_prompt(length, index, self._plain_ids())
+        prompt = synthetic_prompt(length, index, self._plain_ids)
         sampling = SamplingParams(max_tokens=completion, temperature=0.0, ignore_eos=True)
         try:
             deadline_s = time.monotonic() + self.options.case_timeout_s
@@ -113,11 +116,6 @@ class Replay:
             return CaseResult("error", str(error))
         return CaseResult("pass", "answered", answer=answer)
 
-    def _plain_ids(self) -> list[int]:
-        tokenizer = self.asker.tokenizer
-        table = tokenizer.token_bytes
-        return [id_ for id_ in range(tokenizer.vocab_size) if table.text_bytes(id_)]
-
     async def _watch_kv(self) -> None:
         while True:
             shares = await asyncio.gather(*(_kv_usage(r) for r in self.asker.router.replicas))
@@ -125,6 +123,11 @@ class Replay:
             if known:
                 self._kv_usage.append(sum(known) / len(known))
             await asyncio.sleep(KV_INTERVAL_S)
+
+
+def _plain_ids_of(tokenizer: BaseTokenizer) -> list[int]:
+    table = tokenizer.token_bytes
+    return [id_ for id_ in range(tokenizer.vocab_size) if table.text_bytes(id_)]
 
 
 async def _kv_usage(replica: Any) -> float | None:  # noqa: ANN401 (a routing.Replica, or a test's)

@@ -316,7 +316,7 @@ async def test_pairs_judges_and_references(stand: Stand, tenant: str, model: Pat
             stand,
             tenant,
             suite,
-            revision_id=deployed["revision_id"],
+            revision_id=deployed["revision"]["id"],
             baseline_revision_id=base_revision,
         )
         run = await ended(stand, tenant, run_id)

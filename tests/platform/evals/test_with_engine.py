@@ -83,7 +83,7 @@ async def test_the_same_revision_gives_the_same_bits_and_an_adapter_other_answer
                     stand,
                     tenant,
                     pairs,
-                    revision_id=deployed["revision_id"],
+                    revision_id=deployed["revision"]["id"],
                     baseline_revision_id=first["revision_id"],
                 ),
             )
