@@ -13,6 +13,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Tests start a hundred processes, and each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 MODEL ?= smollm2-135m

@@ -139,7 +139,8 @@ def _show(label: str, how: str, result: Result, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps({"tenants": label, "load": how} | _fields(result)), flush=True)
         return
-    cpu = ", ".join(f"{name} {ms:.2f}" for name, ms in result.cpu_ms.items())
+    all_ms = sum(result.cpu_ms.values())
+    cpu = ", ".join(f"{name} {ms:.2f} ({ms / all_ms:.0%})" for name, ms in result.cpu_ms.items())
     print(
         f"{label:>15}, {how:<11}{result.rate_per_s:7.0f}/s   CPU ms a request: {cpu}"
         f"   answered in p50 {result.p50_ms:.1f} ms, p99 {result.p99_ms:.1f} ms",

@@ -49,7 +49,7 @@ from tests.support.traffic import Caller, add_traffic
 
 PARTS = ("reports", "quotas", "books")
 TARGET_MS = 300.0
-REPEATS = 20
+REPEATS, FILE_REPEATS = 20, 3
 NUM_TENANTS, NUM_LARGE_KEYS = 1000, 100
 BATCH = 500_000
 # Settled since their days were rolled up: at ten times the month's mean rate, in four minutes.
@@ -298,14 +298,15 @@ async def _time(stand: Stand, title: str, params: dict[str, Any]) -> float:
     client = stand.admin
     times_ms: list[float] = []
     cpu_began_s, server_began_s = time.process_time(), _server_cpu_s(stand)
-    for _ in range(REPEATS):
+    is_file = params.get("format") == "csv"
+    repeats = FILE_REPEATS if is_file else REPEATS
+    for _ in range(repeats):
         began_s = time.perf_counter()
         answer = await client.get("/admin/v1/usage", params=params)
         times_ms.append(1000 * (time.perf_counter() - began_s))
         answer.raise_for_status()
-    cpu_ms = 1000 * (time.process_time() - cpu_began_s) / REPEATS
-    server_ms = 1000 * (_server_cpu_s(stand) - server_began_s) / REPEATS
-    is_file = params.get("format") == "csv"
+    cpu_ms = 1000 * (time.process_time() - cpu_began_s) / repeats
+    server_ms = 1000 * (_server_cpu_s(stand) - server_began_s) / repeats
     rows = answer.text.count("\n") - 1 if is_file else len(answer.json()["data"])
     print(
         f"{title}: {rows} rows, median {statistics.median(times_ms):.0f} ms, longest "

@@ -95,7 +95,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     weight: float = 1.0  # MIN_WEIGHT to MAX_WEIGHT
     # The tenant's share of the KV cache beside those of others, in the same range; None: its weight.
     memory_weight: float | None = None
-    max_adapters: int | None = None  # that the tenant may have in step slots at a time; None: any number
+    max_adapters: int | None = None  # of the tenant's, in step slots at a time; None: any number
     deadline_unix_s: float | None = None  # still waiting then: dropped with `deadline_exceeded`
 
 

@@ -216,7 +216,7 @@ CREATE FUNCTION loraplex_book(p_batch jsonb)
         price_book_id uuid, max_tokens bigint, blocking jsonb, applied boolean, amount_pico numeric
     )
     LANGUAGE plpgsql
-    SET plan_cache_mode = force_generic_plan SET lock_timeout = '100ms'
+    SET plan_cache_mode = force_generic_plan SET lock_timeout = '200ms' SET jit = off
     AS $$
     DECLARE
         at CONSTANT timestamptz := now();

@@ -539,7 +539,7 @@ async def lost_tx1(world: World) -> list[Answer]:
     return await _lose_replies(world, '"what":"reserve"')
 
 
-@case("the acknowledgement of TX2's COMMIT is lost, of every third", in_ci=True)
+@case("the acknowledgement of TX2's COMMIT is lost, of every third")
 async def lost_tx2(world: World) -> list[Answer]:
     """The second try finds its own settlement: told, and billed once."""
     return await _lose_replies(world, '"what":"settle"')

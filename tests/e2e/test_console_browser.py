@@ -37,11 +37,8 @@ def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_p
     page.get_by_text("Upload an adapter").click()
     page.get_by_label("Adapter name").fill("matey")
     page.get_by_label("Adapter name").press("Tab")
-    files = page.locator('input[type="file"]')
-    files.nth(0).set_input_files(ADAPTER / "adapter_config.json")
-    browser.settle(page)
-    files.nth(1).set_input_files(ADAPTER / "adapter_model.safetensors")
-    browser.settle(page)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        browser.give(page, name, ADAPTER / name)
     page.get_by_role("button", name="Upload and check").click()
     page.get_by_text("is ready to serve").wait_for()
     browser.settle(page)

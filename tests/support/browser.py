@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
+from playwright.sync_api import Browser, Page, TimeoutError, expect, sync_playwright
 
 from tests.support.processes import wait_until
 
@@ -132,4 +132,15 @@ def choose(page: Page, label: str, option: str) -> None:
             wanted.wait_for(timeout=DEADLINE_S * 1000 / _TRIES)
             break
     wanted.click()
+    settle(page)
+
+
+def give(page: Page, label: str, path: Path) -> None:
+    """Give a file to an uploader and wait until the console has it: named there, and not on its way."""
+    uploader = page.get_by_test_id("stFileUploader").filter(has_text=label)
+    uploader.locator('input[type="file"]').set_input_files(path)
+    uploader.get_by_title(path.name, exact=True).wait_for()
+    expect(uploader.get_by_test_id("stFileChipIconSpinner")).to_have_count(
+        0, timeout=DEADLINE_S * 1000
+    )
     settle(page)

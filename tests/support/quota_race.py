@@ -14,6 +14,7 @@ from uuid import UUID
 
 import msgspec
 from loraplex_platform.db.session import open_database
+from loraplex_platform.logs import configure_logging
 from loraplex_platform.metering import service
 from loraplex_platform.quotas.errors import QuotaExceededError
 
@@ -80,5 +81,6 @@ async def _run(race: Race) -> Outcome:
 
 
 if __name__ == "__main__":
+    configure_logging("info", "json")  # to stderr: stdout is for the lines
     told = msgspec.json.decode(sys.stdin.readline(), type=Race)
     print(msgspec.json.encode(asyncio.run(_run(told))).decode(), flush=True)

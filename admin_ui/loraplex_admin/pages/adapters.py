@@ -54,7 +54,11 @@ def _upload(api: Api, tenant: Tenant) -> None:
             if st.button("Close the report", key="uploaded_close"):
                 del st.session_state["uploaded"]
                 st.rerun()
-    with st.expander("Upload an adapter", icon=":material/upload:", key="upload"):
+    with (
+        st.expander("Upload an adapter", icon=":material/upload:", key="upload"),
+        # A form: nothing runs, and so nothing is drawn anew, while files are still on their way.
+        st.form("upload_form", border=False),
+    ):
         name = st.text_input(
             "Adapter name", key=choices.fresh("upload_name"), max_chars=80, placeholder="capitals"
         )
@@ -69,21 +73,27 @@ def _upload(api: Api, tenant: Tenant) -> None:
             "A PEFT LoRA folder's two files. The same name again makes its next version. "
             "Large files are quicker with `loraplex adapters upload`."
         )
-        is_complete = bool(name.strip()) and config is not None and tensors is not None
-        is_asked = st.button(
-            "Upload and check", type="primary", key="upload_go", disabled=not is_complete
-        )
-        if is_asked and config is not None and tensors is not None:
-            with st.spinner("Checking the files, then asking the engine a few questions …"):
-                try:
-                    answer = api.upload_adapter(tenant["id"], name.strip(), config, tensors)
-                except ApiError as error:
-                    choices.show_refusal(error)
-                    return
-            st.session_state["uploaded"] = answer
-            # An uploaded file sits in this process's memory until its widget is gone.
-            choices.empty("upload_name", "upload_config", "upload_model")
-            st.rerun()
+        if not st.form_submit_button("Upload and check", type="primary", key="upload_go"):
+            return
+        if not name.strip() or config is None or tensors is None:
+            given = {
+                "a name": name.strip(),
+                "`adapter_config.json`": config,
+                "`adapter_model.safetensors`": tensors,
+            }
+            missing = ", ".join(what for what, value in given.items() if not value)
+            st.error(f"Still missing: {missing}.", icon=":material/error:")
+            return
+        with st.spinner("Checking the files, then asking the engine a few questions …"):
+            try:
+                answer = api.upload_adapter(tenant["id"], name.strip(), config, tensors)
+            except ApiError as error:
+                choices.show_refusal(error)
+                return
+    st.session_state["uploaded"] = answer
+    # An uploaded file sits in this process's memory until its widget is gone.
+    choices.empty("upload_name", "upload_config", "upload_model")
+    st.rerun()
 
 
 def _deployments(api: Api, tenant: Tenant, adapters: Page[Adapter], *, can_write: bool) -> None:

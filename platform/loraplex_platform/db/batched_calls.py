@@ -22,7 +22,7 @@ from loraplex_platform.db.errors import DatabaseUnavailableError
 
 log = structlog.get_logger(__name__)
 
-MAX_ITEMS = 64
+MAX_ITEMS = 32
 # How long a statement may take before the next one no longer waits for it, and how many may be under
 # way: a connection that hangs must not hold up everybody.
 PATIENCE_S = 0.1

@@ -37,6 +37,7 @@ from loraplex_platform.metering.schemas import (
     usage_fields,
 )
 from loraplex_platform.metering.usage import (
+    FILE_ROWS,
     MAX_ROWS,
     BucketWidth,
     GroupBy,
@@ -170,7 +171,7 @@ async def get_usage(
     From the same rows as the bill. Probes are not in it: the platform pays for those.
     """
     if format == "csv":
-        query = replace(query, limit=MAX_ROWS)  # `limit` cuts pages, and a file has none
+        query = replace(query, limit=FILE_ROWS)  # `limit` cuts pages, and a file has none
     first = await report_usage(session, query)
     if format == "csv":
         name = f"usage-{query.start:%Y%m%d}-{query.end:%Y%m%d}.csv"

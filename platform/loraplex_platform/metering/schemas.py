@@ -40,8 +40,8 @@ USAGE_COLUMNS = (
     "cached_tokens",
     "completion_tokens",
     "absorbed_tokens",
-    "cost_usd",
     "adapter_seconds",
+    "cost_usd",
 )
 
 
@@ -62,8 +62,8 @@ class UsageRowResource(Schema):
                     "cached_tokens": 0,
                     "completion_tokens": 771,
                     "absorbed_tokens": 0,
-                    "cost_usd": "0.000251000000",
                     "adapter_seconds": 0,
+                    "cost_usd": "0.000251000000",
                 }
             ]
         }
@@ -204,11 +204,11 @@ def usage_fields(row: UsageRow, query: UsageQuery) -> dict[str, Any]:
         "tenant": row.tenant,
         "model": row.model,
         "requests": row.requests,
-        "adapter_seconds": row.adapter_seconds,
         "prompt_tokens": row.prompt_tokens,
         "cached_tokens": row.cached_tokens,
         "completion_tokens": row.completion_tokens,
         "absorbed_tokens": row.absorbed_tokens,
+        "adapter_seconds": row.adapter_seconds,
         "cost_usd": format_usd(row.cost_pico),
     }
     return {column: values[column] for column in usage_columns(query)}

@@ -16,10 +16,12 @@ from loraplex_platform.billing.adapter_hours import MODEL_NAME, AdapterHoursWork
 from loraplex_platform.billing.adjustments import balance_of
 from loraplex_platform.billing.document import compose
 from loraplex_platform.billing.invoices import InvoiceWorker
-from loraplex_platform.db import Invoice, InvoiceLine, Tenant
-from loraplex_platform.ids import uuid7
+from loraplex_platform.billing.price_schemas import Price, price_pico, show_price
+from loraplex_platform.db import Invoice, InvoiceLine, PriceItem, Tenant
+from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.metering.usage import UsageQuery, report_usage
+from pydantic import ValidationError
 from sqlalchemy import select, text
 
 from tests.support.adapter_hours import Book, Booked, Event, recompute, set_history
@@ -332,6 +334,31 @@ async def test_the_paper_shows_hours(db: Database, db_url: str) -> None:
     assert line.unit_price == "0.0125 per hour"
     assert line.exact == "0.425003472222"
     assert any("whole seconds" in note for note in document.notes)
+
+
+@pytest.mark.parametrize("kind", ["any_base", "deployment"])
+def test_a_name_has_no_price_of_an_hour(kind: str) -> None:
+    target = None if kind == "any_base" else format_id("deployment", uuid7())
+    with pytest.raises(ValidationError, match="adapter_hour is for any_adapter"):
+        Price(
+            target_kind=kind,  # type: ignore[arg-type]  # both are kinds
+            target_id=target,
+            price_class="adapter_hour",
+            price_usd="0.01",
+        )
+
+
+def test_a_price_of_an_hour_has_twelve_places() -> None:
+    price = Price(target_kind="any_adapter", price_class="adapter_hour", price_usd="0.010000000001")
+    item = PriceItem(
+        target_kind="any_adapter", target_id=NIL, price_class="adapter_hour", price_pico=0
+    )
+
+    item.price_pico = price_pico(price)
+
+    assert item.price_pico == 10**10 + 1
+    shown = show_price(item)
+    assert (shown.price_usd, shown.per) == ("0.010000000001", "hour")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from loraplex_platform.ids import format_id, parse_id
 from loraplex_platform.metering import routes as metering_routes
 from loraplex_platform.metering.csv_export import safe_cell, to_csv
 from loraplex_platform.metering.service import reserve, settle
-from loraplex_platform.metering.usage import MAX_ROWS, UsagePage, UsageQuery, report_usage
+from loraplex_platform.metering.usage import FILE_ROWS, UsagePage, UsageQuery, report_usage
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -109,7 +109,7 @@ async def test_a_csv_has_no_end_but_the_reports_whatever_the_limit(
     answer = await stand.admin.get("/admin/v1/usage", params=params)
 
     assert len(list(csv.DictReader(io.StringIO(answer.text)))) == 250
-    assert set(limits) == {MAX_ROWS}
+    assert set(limits) == {FILE_ROWS}
 
 
 def test_csv_cells_are_data() -> None:

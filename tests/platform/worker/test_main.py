@@ -23,7 +23,7 @@ from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.settings import WorkerSettings
-from loraplex_platform.worker import loops, main
+from loraplex_platform.worker import main
 from loraplex_platform.worker.loops import Loop, LoopMetrics
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
@@ -157,7 +157,7 @@ def test_a_worker_refuses_a_database_that_is_down_or_not_migrated(
     assert ("loraplex migrate" if is_there else "not available") in logs[-1]["reason"]
 
 
-async def test_a_loop_outlives_failures_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_outlives_failures_and_counts_them() -> None:
     errors: list[Exception | None] = [DatabaseUnavailableError(), ValueError("odd row"), None]
     has_recovered = asyncio.Event()
 
@@ -175,11 +175,11 @@ async def test_a_loop_outlives_failures_and_counts_them(monkeypatch: pytest.Monk
     await asyncio.gather(task, return_exceptions=True)
 
     assert registry.get_sample_value("loraplex:worker_failures_total", {"loop": "odd"}) == 2
-    monkeypatch.setattr(loops, "STUCK_AFTER_S", -1.0)
+    loop.stuck_after_s = -1.0
     assert not loop.is_stuck, "between rounds"
 
 
-async def test_a_hanging_round_is_called_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_round_is_called_stuck() -> None:
     began = asyncio.Event()
 
     async def hang() -> None:
@@ -191,7 +191,7 @@ async def test_a_hanging_round_is_called_stuck(monkeypatch: pytest.MonkeyPatch) 
     await began.wait()
 
     assert not loop.is_stuck
-    monkeypatch.setattr(loops, "STUCK_AFTER_S", -1.0)
+    loop.stuck_after_s = -1.0
     assert loop.is_stuck
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
