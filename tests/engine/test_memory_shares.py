@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
+from loraplex_engine.policies import FairPolicy, Policy
 from loraplex_engine.protocol import Generate
 from loraplex_engine.request import BlockReason
 
@@ -105,4 +108,34 @@ def test_a_tenant_holds_no_more_slots_than_it_may(max_adapters: int | None, most
         assert (outcome.token_ids, outcome.terminal.finish_reason) == solo_output(request)
     # Whoever runs nothing beside it is not held back by who does.
     assert digest("w") in engine.adapters.slots.values()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("policy", [None, FairPolicy(30.0)], ids=["fcfs", "fair"])
+@pytest.mark.parametrize("names", ["x", "xz"])
+def test_an_adapter_beyond_the_most_gets_a_slot_though_the_others_are_asked_for_without_end(
+    names: str, policy: Policy | None
+) -> None:
+    engine = make_engine(num_slots=4, max_num_seqs=8, policy=policy)
+    steps = itertools.count(1)
+    admitted: list[int] = []
+
+    def ask(request_id: str, name: str) -> None:
+        request = make_request(request_id, adapter=name, tenant="a", max_tokens=8)
+        engine.core.add(with_most(request, len(names)))
+
+    def go_on() -> None:
+        step = next(steps)
+        if step == 2:
+            ask("beyond", "y")
+        if step % 2 == 0 and step < 100:  # there is always one more than has ended
+            ask(f"{step}", names[step // 2 % len(names)])
+        if any(one.generate.request_id == "beyond" for one in engine.scheduler._running):
+            admitted.append(step)
+
+    for name in names:
+        ask(name, name)
+    engine.run(after_step=go_on)
+
+    assert admitted[0] < 20  # once those have ended that were admitted before it
     engine.assert_idle()

@@ -161,10 +161,14 @@ class Sweeper:
     async def _spare(self, requests: Sequence[Request]) -> None:
         """Leave them to their gateways for another moment: their lease tokens stay as they are."""
         now_s = time.monotonic()
+        # Also of those that are not due just now: each comes back when its own moment is over.
         self._spared_since_s = {
-            request.id: self._spared_since_s.get(request.id, now_s) for request in requests
+            request_id: since_s
+            for request_id, since_s in self._spared_since_s.items()
+            if now_s - since_s < 2 * MAX_SPARED_S
         }
         for request in requests:
+            self._spared_since_s.setdefault(request.id, now_s)
             log.info("request_spared", request_id=str(request.id), owner=request.owner)
             await self._come_back(request, SPARE_S, "waiting")
 

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from loraplex_platform.errors import InvalidRequestError
 from loraplex_platform.metering import service
-from loraplex_platform.metering.usage import UsageFilter, UsageQuery, UsageRow, report_usage
+from loraplex_platform.metering.usage import (
+    FILE_ROWS,
+    UsageFilter,
+    UsageQuery,
+    UsageRow,
+    report_usage,
+)
 
 from tests.support.billing import add_model, add_usage
 from tests.support.metering import add_customer, reservation
@@ -141,7 +147,7 @@ async def test_pages_cover_every_row_once(db: Database, db_url: str) -> None:
         {"end": START},
         {"start": START.replace(tzinfo=None)},
         {"limit": 0},
-        {"limit": 1001},
+        {"limit": FILE_ROWS + 1},
         {"page": "nonsense"},
         {"page": "WzEsMl0"},
         {"page": "' or 1=1"},

@@ -149,6 +149,35 @@ async def test_what_has_ended_is_left_to_a_gateway_that_is_cut_off_and_lives(
     assert last == ["settled"]  # not even a gateway that lives is waited for without end
 
 
+async def test_how_long_a_gateway_is_waited_for_does_not_begin_again_with_what_others_leave(
+    db: Database, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that finds only others' requests forgets none of those that are spared."""
+    customer = await add_customer(db)
+    engine.script = Script(token_ids=range(7))
+    engine.gateway_timeout_s = 60.0
+    forgotten, other = [await run_and_die(db, engine, customer) for _ in range(2)]
+    await run_sql(
+        db,
+        "update requests set lease_until = now() + interval '1 h' where id=:id",
+        id=other.request_id,
+    )
+
+    async with connected(engine) as engines:
+        sweeper = sweeper_of(db, engines)
+        rounds = [await sweeper.sweep_once()]
+        await expire(db, other.request_id)
+        rounds.append(await sweeper.sweep_once())
+        monkeypatch.setattr(module, "MAX_SPARED_S", 0.0)
+        await expire(db, forgotten.request_id)
+        rounds.append(await sweeper.sweep_once())
+        request, _, _ = await rows_of(db, forgotten.request_id)
+
+    assert rounds[:2] == [[], []]
+    assert "settled" in rounds[2]
+    assert request.state == "settled"
+
+
 @pytest.mark.parametrize("reason", ["error", None])
 async def test_what_runs_or_has_failed_is_not_left_to_a_gateway_that_is_cut_off(
     db: Database, engine: FakeEngine, reason: FinishReason | None
