@@ -8,7 +8,7 @@ from __future__ import annotations
 from loraplex_platform.db.migration_sql import run_sql
 
 revision = "0016"
-down_revision = "0013"
+down_revision = "0015"
 branch_labels = None
 depends_on = None
 

@@ -33,6 +33,10 @@ PREFIXES: Final = {
     "audit_entry": "aud",
     "webhook": "whk",
     "webhook_delivery": "dlv",
+    "eval_suite": "evs",
+    "eval_run": "evr",
+    "eval_result": "evc",
+    "eval_schedule": "evd",
 }
 
 _HEX_CHARS = 32

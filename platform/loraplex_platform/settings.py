@@ -224,9 +224,12 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
 
 
 class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings):
-    """Sweeper, journal puller, replica mirror."""
+    """Sweeper, journal puller, replica mirror, eval runs."""
 
     redis_url: SecretStr | None = None
+    # Whose tokenizer and template eval runs need. None: this worker runs none.
+    model_dir: Path | None = None
+    base_model: str = "smollm2-135m"
     sweep_interval_s: float = 1.0
     journal_interval_s: float = 0.5
     lease_grace_s: float = 5.0

@@ -14,6 +14,7 @@ from loraplex_platform.cli import (
     backup_commands,
     bench_commands,
     billing_commands,
+    eval_commands,
     key_commands,
     limit_commands,
     member_commands,
@@ -46,6 +47,7 @@ app.add_typer(models, name="models")
 app.add_typer(bench_commands.app, name="bench", rich_help_panel=_LOCAL)
 app.add_typer(adapter_commands.app, name="adapters")
 app.add_typer(key_commands.app, name="keys")
+app.add_typer(eval_commands.app, name="eval")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(tenant_commands.projects, name="projects")
 app.add_typer(member_commands.app, name="members")

@@ -25,6 +25,7 @@ from loraplex_platform.control.middleware import RequestMiddleware
 from loraplex_platform.db.session import open_database
 from loraplex_platform.erasure.routes import router as erasure_router
 from loraplex_platform.errors import PlatformError
+from loraplex_platform.evals.routes import routers as eval_routers
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.fleet.routes import router as fleet_router
 from loraplex_platform.gateway.routing import Router
@@ -146,6 +147,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         erasure_router,
         webhooks.tenant_router,
         webhooks.platform_router,
+        *eval_routers,
         fleet_router,
         users.router,
         users.login_router,

@@ -65,6 +65,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("deployment.read", "tenant", _EVERYONE),
         Action("deployment.write", "tenant", _BUILDERS),
         Action("playground.use", "tenant", _BUILDERS),
+        Action("eval.read", "tenant", _EVERYONE),
+        Action("eval.write", "tenant", _BUILDERS),
         Action("request.read", "tenant", _EVERYONE),
         Action("limit.read", "tenant", _EVERYONE),
         Action("usage.read", "tenant", _EVERYONE),
@@ -90,6 +92,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("invariant.write", "platform"),
         Action("retention.read", "platform"),
         Action("retention.write", "platform"),
+        Action("platform_eval.read", "platform"),
+        Action("platform_eval.write", "platform"),
         Action("platform_webhook.read", "platform"),
         Action("platform_webhook.write", "platform"),
         # One's own login.

@@ -21,6 +21,13 @@ from loraplex_platform.db.billing import (
     PriceItem,
     UsageDaily,
 )
+from loraplex_platform.db.evals import (
+    EvalResult,
+    EvalRun,
+    EvalSchedule,
+    EvalSuite,
+    EvalSuiteVersion,
+)
 from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
 from loraplex_platform.db.metering import Attempt, Request
 from loraplex_platform.db.outbox import OutboxMessage
@@ -75,6 +82,11 @@ __all__ = [
     "DeploymentRevision",
     "DroppedMonth",
     "EngineUsage",
+    "EvalResult",
+    "EvalRun",
+    "EvalSchedule",
+    "EvalSuite",
+    "EvalSuiteVersion",
     "Gateway",
     "IdempotencyRecord",
     "IdempotentRequest",

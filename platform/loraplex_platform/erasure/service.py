@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.errors import ConflictError, InvalidRequestError
+from loraplex_platform.evals import queries as eval_queries
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry import source_queries
@@ -73,10 +74,12 @@ async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: s
     digests = await _own_digests(session, tenant_id)
     uploads = await source_queries.delete_uploads(session, tenant_id=tenant_id)
     await source_queries.delete_imports(session, tenant_id=tenant_id)
+    evals = await eval_queries.erase(session, tenant_id)
     row = await session.execute(text("select loraplex_erase_tenant(:id)"), {"id": tenant_id})
     removed: dict[str, int] | None = row.scalar_one()
     if removed is None:
         raise ConflictError("This tenant has been deleted already.", code="tenant_deleted")
+    removed |= {kind: count for kind, count in evals.items() if count}
     record(
         session,
         actor,

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
-from loraplex_engine.client import EngineClient, EngineLostError, EnginePinRefusedError
+from loraplex_engine.client import EngineLostError, EnginePinRefusedError
 from loraplex_engine.protocol import EngineStats, ReplicaRecord
 
 from loraplex_platform.errors import EngineUnavailableError
@@ -93,22 +93,21 @@ class EngineFleet:
                 with contextlib.suppress(asyncio.CancelledError):
                     await sampler
 
-    async def ready_engine(self, base_model: str, num_tokens: int) -> tuple[str, EngineClient]:
-        """Id and connection of a replica that takes a request of this size now.
+    async def ready_engine(self, base_model: str, num_tokens: int) -> Replica:
+        """A replica that takes a request of this size now.
 
         Raises:
             EngineUnavailableError: there is none.
         """
         try:
-            replica = self._router.choose(base_model, num_tokens)
+            return self._router.choose(base_model, num_tokens)
         except EngineUnavailableError:
             # One may have come up since the router last looked.
             await self._router.refresh()
             for found in self._router.replicas:
                 with contextlib.suppress(EngineLostError):
                     await found.client.connect(CONNECT_TIMEOUT_S)
-            replica = self._router.choose(base_model, num_tokens)
-        return replica.record.replica_id, replica.client
+            return self._router.choose(base_model, num_tokens)
 
     def prefetch(self, digest: str) -> None:
         """Have every replica load an adapter that will be asked for soon; best effort."""

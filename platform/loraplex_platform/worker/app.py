@@ -19,7 +19,9 @@ from loraplex_platform.billing.adapter_hours import AdapterHoursWorker
 from loraplex_platform.billing.invoices import InvoiceWorker
 from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db.session import Database, open_database
+from loraplex_platform.evals.runner import EvalWorker
 from loraplex_platform.gateway.routing import Router
+from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 from loraplex_platform.ids import uuid7_floor
 from loraplex_platform.metering.invariant_runs import check_and_keep
 from loraplex_platform.outbox.relay import OutboxMetrics, Relay, Topic, note_backlog, purge_done
@@ -55,6 +57,8 @@ RETENTION_INTERVAL_S = 3600.0
 WEBHOOK_INTERVAL_S = 1.0
 HOURS_INTERVAL_S = 600.0
 INVOICE_INTERVAL_S = 3600.0
+EVAL_INTERVAL_S = 1.0
+EVAL_SCHEDULE_INTERVAL_S = 15.0
 BACKLOG_INTERVAL_S = 15.0
 PURGE_INTERVAL_S = 600.0
 
@@ -81,7 +85,7 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
         router = await stack.enter_async_context(
             Router(
                 database.sessions,
-                gateway_id=f"worker-{socket.gethostname()[:24]}-{os.getpid()}",
+                gateway_id=_worker_id(),
                 redis_url=None if redis_url is None else redis_url.get_secret_value(),
                 curve_secret_key_file=settings.curve_secret_key_file,
             )
@@ -103,6 +107,7 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             _invariant_loop(settings, patient, registry, metrics),
             *_billing_loops(settings, database, metrics),
             *_outbox_loops(database, topics, registry, metrics),
+            *await _eval_loops(stack, settings, database, router, metrics),
         ]
         tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
         try:
@@ -112,6 +117,33 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _worker_id() -> str:
+    return f"worker-{socket.gethostname()[:24]}-{os.getpid()}"
+
+
+async def _eval_loops(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    database: Database,
+    router: Router,
+    metrics: LoopMetrics,
+) -> list[Loop]:
+    if settings.model_dir is None:
+        log.info("evals_off", reason="LORAPLEX_MODEL_DIR is not set: this worker runs no evals")
+        return []
+    texts = await asyncio.to_thread(ModelTexts.read, settings.model_dir)
+    tokenizer = await asyncio.to_thread(BaseTokenizer, texts)
+    stack.callback(tokenizer.close)
+    evals = EvalWorker(
+        database.sessions, router, tokenizer, settings.base_model, owner=_worker_id()
+    )
+    stack.push_async_callback(evals.close)
+    return [
+        Loop("evals", EVAL_INTERVAL_S, evals.run_once, metrics),
+        Loop("eval_schedules", EVAL_SCHEDULE_INTERVAL_S, evals.start_due, metrics),
+    ]
 
 
 def _topics(

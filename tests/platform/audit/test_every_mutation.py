@@ -112,7 +112,7 @@ def mutating_routes(stand: Stand) -> set[tuple[str, str]]:
 
 async def test_every_change_is_audited(stand: Stand, db_url: str) -> None:
     walk = Walk(stand, db_url)
-    for part in (_tenants, _people, _models, _limits, _money, _webhooks, _operation, _ends):
+    for part in (_tenants, _people, _models, _limits, _money, _webhooks, _evals, _operation, _ends):
         await part(walk)
 
     assert walk.silent == [], "changed something and left no audit row"
@@ -324,6 +324,23 @@ async def _webhooks(walk: Walk) -> None:
         await walk.step("POST", f"{one}/test", keep="delivery_id")
         await walk.step("POST", f"{one}/deliveries/{{delivery_id}}/replay")
         await walk.step("DELETE", one)
+
+
+async def _evals(walk: Walk) -> None:
+    golden = {"id": "a", "prompt": "Hi", "checks": [{"type": "contains", "value": "Hi"}]}
+    suite = {"name": "golden", "lines": [golden]}
+    await walk.step("POST", "/admin/v1/eval-suites", json=suite, keep="suite_id")
+    await walk.step("DELETE", "/admin/v1/eval-suites/{suite_id}")
+    await walk.step("POST", f"{TENANT}/eval-suites", json=suite, keep="suite_id")
+    aim = {"suite_id": walk.ids["suite_id"], "deployment": "capitals"}
+    await walk.step("POST", f"{TENANT}/eval-runs", json=aim, keep="run_id")
+    await walk.step("POST", f"{TENANT}/eval-runs/{{run_id}}/cancel")
+    schedule = {**aim, "name": "nightly", "cron": "0 3 * * *"}
+    await walk.step("POST", f"{TENANT}/eval-schedules", json=schedule, keep="schedule_id")
+    one = f"{TENANT}/eval-schedules/{{schedule_id}}"
+    await walk.step("PATCH", one, json={"is_enabled": False})
+    await walk.step("DELETE", one)
+    await walk.step("DELETE", f"{TENANT}/eval-suites/{{suite_id}}")
 
 
 async def _operation(walk: Walk) -> None:

@@ -46,6 +46,8 @@ LAST = ("tenant.suspend", "tenant.delete", "session.end")
 # Down here on purpose; a refusal by role never comes as one of these.
 MAY_BE_DOWN = {"gateway_unavailable"}
 
+GOLDEN = {"id": "a", "prompt": "Hi", "checks": [{"type": "contains", "value": "Hi"}]}
+
 BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/admin/v1/tenants"): {"json": {"slug": "made-by-{n}"}},
     ("PATCH", "/admin/v1/tenants/{tenant_id}"): {"json": {"name": "by {n}"}},
@@ -82,7 +84,24 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("POST", "/admin/v1/users/{user_id}/password"): {"json": {"password": "another long pw"}},
     ("GET", "/admin/v1/usage"): {"params": {"start_time": 0}},
+    ("POST", "/admin/v1/eval-suites"): {"json": {"name": "by-{n}", "lines": [GOLDEN]}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/eval-suites"): {
+        "json": {"name": "by-{n}", "lines": [GOLDEN]}
+    },
+    ("GET", "/admin/v1/tenants/{tenant_id}/eval-runs/{run_id}/compare"): {
+        "params": {"with": f"evr_{'0' * 32}"}
+    },
+    ("GET", "/admin/v1/tenants/{tenant_id}/eval-trace"): {
+        "params": {"start_time": "0", "end_time": "60"}
+    },
+    ("GET", "/admin/v1/tenants/{tenant_id}/eval-series"): {
+        "params": {"suite_id": f"evs_{'0' * 32}"}
+    },
 }
+
+
+# Names and numbers that mean another thing in another tenant.
+UNIQUE_BY_TENANT = ("name", "seq", "version")
 
 
 @dataclass(slots=True)
@@ -95,7 +114,10 @@ class Side:
     @property
     def secrets(self) -> list[str]:
         """What nobody of another tenant may ever read."""
-        return [self.tenant_id, *(i for name, i in self.ids.items() if name not in ("name", "seq"))]
+        return [
+            self.tenant_id,
+            *(i for name, i in self.ids.items() if name not in UNIQUE_BY_TENANT),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +193,16 @@ async def make_side(stand: Stand, slug: str) -> Side:
             },
         ),
         "import_id": await _add_import(stand, path, slug),
+        "suite_id": await made("eval-suites", {"name": f"{slug}-suite", "lines": [GOLDEN]}),
+        "version": "1",
         "chain": tenant_id,
         "seq": "1",
     }
+    aim = {"suite_id": side.ids["suite_id"], "deployment": f"{slug}-model"}
+    side.ids["run_id"] = await made("eval-runs", aim)
+    side.ids["schedule_id"] = await made(
+        "eval-schedules", {**aim, "name": "nightly", "every_hours": 24}
+    )
     return side
 
 
@@ -266,7 +295,7 @@ async def test_what_another_tenant_owns_is_not_found_behind_ones_own_id(
         for route in guarded_routes(stand):
             names = set(re.findall(r"{(\w+)", route.path)) & set(theirs.ids)
             # A deployment is named by its tenant: the same name is another one.
-            if "{tenant_id}" not in route.path or not names - {"name"}:
+            if "{tenant_id}" not in route.path or not names - set(UNIQUE_BY_TENANT):
                 continue
             num_cells += 1
             answer = await call(client, route, mixed, num_cells)
