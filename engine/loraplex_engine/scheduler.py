@@ -575,7 +575,8 @@ class Scheduler:
 
         Nobody is preempted or loses budget for a draft, and the watermark stays free.
         """
-        forced, wants = [], []
+        forced: list[tuple[int, DraftWant]] = []
+        wants: list[tuple[int, DraftWant]] = []
         for index, request in enumerate(batch.requests):
             room = request.sampling.max_tokens - request.num_output_tokens - 1
             if room > 0 and batch.samples[index] and batch.num_scheduled[index] == 1:

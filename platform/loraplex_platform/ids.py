@@ -33,6 +33,8 @@ PREFIXES: Final = {
     "audit_entry": "aud",
     "webhook": "whk",
     "webhook_delivery": "dlv",
+    "engine_build": "bld",
+    "rollout": "rol",
     "eval_suite": "evs",
     "eval_run": "evr",
     "eval_result": "evc",

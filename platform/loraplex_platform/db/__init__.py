@@ -47,6 +47,15 @@ from loraplex_platform.db.registry import (
     DeploymentRevision,
 )
 from loraplex_platform.db.retries import IdempotentRequest
+from loraplex_platform.db.rollouts import (
+    AdapterAlias,
+    AdapterAliasEvent,
+    EngineBuild,
+    Pin,
+    ResidentAdapter,
+    Rollout,
+    RolloutEvent,
+)
 from loraplex_platform.db.sources import AdapterImport, AdapterUpload
 from loraplex_platform.db.tenancy import (
     ApiKey,
@@ -64,6 +73,8 @@ from loraplex_platform.db.webhooks import Webhook, WebhookDelivery
 
 __all__ = [
     "Adapter",
+    "AdapterAlias",
+    "AdapterAliasEvent",
     "AdapterHoursProgress",
     "AdapterImport",
     "AdapterUpload",
@@ -81,6 +92,7 @@ __all__ = [
     "DeploymentEvent",
     "DeploymentRevision",
     "DroppedMonth",
+    "EngineBuild",
     "EngineUsage",
     "EvalResult",
     "EvalRun",
@@ -103,6 +115,7 @@ __all__ = [
     "LoginThrottle",
     "Membership",
     "OutboxMessage",
+    "Pin",
     "PriceBook",
     "PriceItem",
     "Project",
@@ -110,7 +123,10 @@ __all__ = [
     "Refusal",
     "Replica",
     "Request",
+    "ResidentAdapter",
     "RetentionSetting",
+    "Rollout",
+    "RolloutEvent",
     "Session",
     "SharedLimitsVersion",
     "Tenant",

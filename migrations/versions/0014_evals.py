@@ -1,13 +1,13 @@
 """Eval suites, runs, results and schedules.
 
-Revision: 0015, after 0013.
+Revision: 0014, after 0013.
 """
 
 from __future__ import annotations
 
 from loraplex_platform.db.migration_sql import run_sql
 
-revision = "0015"
+revision = "0014"
 down_revision = "0013"
 branch_labels = None
 depends_on = None
