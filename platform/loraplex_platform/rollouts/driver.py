@@ -56,7 +56,7 @@ from loraplex_platform.rollouts.verdicts import Decision, GateResult
 log = structlog.get_logger(__name__)
 
 LEAST_INTERVAL_S: Final = 2.0
-COST_SHARE: Final = 0.05  # of its interval that a look may take
+COST_SHARE: Final = 0.05
 MAX_LOOKS_A_ROUND: Final = 1_000
 _SHOWN_CASES: Final = 20
 
@@ -82,6 +82,7 @@ class RolloutDriver:
     """Looks and acts; `run_once` is a round over all that is due.
 
     Attributes:
+        cost_share: of its interval that a look may take.
         on_look: told how long each look took, in seconds.
     """
 
@@ -89,6 +90,7 @@ class RolloutDriver:
     fleet: Fleet
     failpoints: Failpoints = INERT
     least_interval_s: float = LEAST_INTERVAL_S
+    cost_share: float = COST_SHARE
     on_look: Callable[[float], object] = field(default=lambda took_s: took_s)
 
     async def run_once(self) -> int:
@@ -194,8 +196,9 @@ class RolloutDriver:
         assert seen.found is not None  # noqa: S101 # looked at before
         decision = seen.decision
         before = held.verdict or {}
-        verdict: Json = {**before, **_shown(held, seen, self.least_interval_s)}
+        verdict: Json = {**before, **_shown(held, seen)}
         verdict["looks"] = before.get("looks", 0) + 1
+        verdict["interval_s"] = max(self.least_interval_s, seen.took_s / self.cost_share)
         if decision is not None and decision.verdict == "fail":
             held.verdict = verdict
             detail = {"step": held.step, "gates": _decisive(decision)}
@@ -401,7 +404,7 @@ async def _ended(
 # ---------------------------------------------------------------------------- what is kept of a look
 
 
-def _shown(held: Rollout, seen: _Seen, least_s: float) -> Json:
+def _shown(held: Rollout, seen: _Seen) -> Json:
     found, decision = seen.found, seen.decision
     assert found is not None  # noqa: S101 # the caller's
     stable, canary = show_sides(found)
@@ -413,7 +416,6 @@ def _shown(held: Rollout, seen: _Seen, least_s: float) -> Json:
         "stable": stable.model_dump(),
         "canary": canary.model_dump(),
         "look_ms": round(seen.took_s * 1000, 1),
-        "interval_s": max(least_s, seen.took_s / COST_SHARE),
     }
 
 

@@ -58,7 +58,10 @@ _ASKED: Final = f"""
 select
     r.arm <> 'stable' as is_canary,
     r.subject_key,
-    r.prompt_tokens, r.completion_tokens,
+    r.prompt_tokens,
+    -- Of a shadow nothing is billed: what it said is in its attempt.
+    case r.kind when 'user' then r.completion_tokens
+        else (select sum(a.absorbed) from attempts a where a.request_id = r.id) end as completion_tokens,
     case
         when r.error_code = any(:ours) then null
         when r.state = 'reserved' then case
@@ -77,9 +80,9 @@ select
     end as by_limit,
     case when r.error_code is null and r.finish_reason in ('stop', 'length') then r.ttft_ms end as ttft,
     case when r.error_code is null and r.finish_reason in ('stop', 'length') then r.itl_p95_ms end as itl,
-    case when r.stable_logprob = 'NaN' then {LEAST_LOGPROB:g}
-        when r.finish_reason in ('stop', 'length')
-        then greatest(least(r.stable_logprob, 0), {LEAST_LOGPROB:g})::double precision end as logprob
+    case when r.stable_logprob is null or r.finish_reason not in ('stop', 'length') then null
+        when r.stable_logprob = 'NaN' then {LEAST_LOGPROB:g}
+        else greatest(least(r.stable_logprob, 0), {LEAST_LOGPROB:g})::double precision end as logprob
 from requests r
 where r.rollout_id = :rollout_id and r.rollout_step = :step
     and (r.arm = 'stable' and r.kind = 'user' or r.arm = :arm)
@@ -130,9 +133,10 @@ from (
 
 
 def _bucket_sql(name: str) -> str:
+    # `greatest` of nothing and a number is the number.
     return (
-        f"floor({BUCKETS_PER_OCTAVE} * ln(greatest({name}, 0.0009765625)::double precision)"
-        " / ln(2::double precision))::int"
+        f"case when {name} is not null then floor({BUCKETS_PER_OCTAVE}"
+        f" * ln(greatest({name}, 0.0009765625)::double precision) / ln(2::double precision))::int end"
     )
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, func, select, text, update
+from sqlalchemy import Select, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
@@ -221,22 +221,6 @@ async def claim(session: AsyncSession, least_s: float) -> Rollout | None:
     if rollout_id is None:
         return None
     return await session.get_one(Rollout, rollout_id, populate_existing=True)
-
-
-async def keep_verdict(
-    session: AsyncSession, rollout_id: UUID, row_version: int, verdict: Json
-) -> bool:
-    """Write down what a look found; False if the rollout has gone on meanwhile.
-
-    `row_version` stays: whoever has read the rollout has read all that can be changed.
-    """
-    statement = (
-        update(Rollout)
-        .where(Rollout.id == rollout_id, Rollout.row_version == row_version)
-        .values(verdict=verdict)
-        .returning(Rollout.id)
-    )
-    return await session.scalar(statement) is not None
 
 
 async def now_of(session: AsyncSession) -> datetime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field, StrictBool, model_validator
+from pydantic import ConfigDict, Field, StrictBool, field_validator
 
 from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSeconds
 from loraplex_platform.db import Rollout, RolloutEvent
@@ -69,9 +69,11 @@ def default_steps() -> list[ShadowStep | CanaryStep]:
     ]
 
 
-def _check_steps(steps: list[ShadowStep | CanaryStep]) -> None:
+def _checked_steps(
+    steps: list[ShadowStep | CanaryStep] | None,
+) -> list[ShadowStep | CanaryStep] | None:
     last = 0
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps or ()):
         if isinstance(step, ShadowStep):
             if last:
                 raise ValueError(f"step {number} is a shadow after a canary: shadows come first.")
@@ -82,6 +84,7 @@ def _check_steps(steps: list[ShadowStep | CanaryStep]) -> None:
             )
         else:
             last = step.weight_bp
+    return steps
 
 
 class NewRollout(Body):
@@ -108,10 +111,7 @@ class NewRollout(Body):
     )
     gate: GateSettings = GateSettings()
 
-    @model_validator(mode="after")
-    def _steps_make_sense(self) -> NewRollout:
-        _check_steps(self.steps)
-        return self
+    _make_sense = field_validator("steps")(_checked_steps)
 
 
 class RolloutChange(Body):
@@ -126,11 +126,7 @@ class RolloutChange(Body):
         default=None, description="All of it: what is left out is its default."
     )
 
-    @model_validator(mode="after")
-    def _steps_make_sense(self) -> RolloutChange:
-        if self.steps is not None:
-            _check_steps(self.steps)
-        return self
+    _make_sense = field_validator("steps")(_checked_steps)
 
 
 class Reason(Body):
