@@ -385,13 +385,26 @@ class AdminClient:
         """All objects of a list, page by page."""
         return self._pages(path, params)
 
-    def call(self, method: str, path: str, body: Json | None = None, **params: str) -> Json:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        if_version: int | None = None,
+        **params: str,
+    ) -> Json:
         """One call; its answer, or {} where there is none.
+
+        Args:
+            if_version: refused if the thing is at another version (If-Match).
 
         Raises:
             AdminApiError: refused, or not reached.
         """
         arguments: Json = {"params": params}
+        if if_version is not None:
+            arguments["headers"] = {"If-Match": f'"{if_version}"'}
         if body is not None:
             arguments["json"] = body
         response = self._call(method, path, **arguments)
