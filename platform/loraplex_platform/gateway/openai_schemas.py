@@ -89,10 +89,13 @@ StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 _SubjectText = Annotated[str, Meta(max_length=MAX_SUBJECT_CHARS)]
 _User = Annotated[
     _SubjectText,
-    Meta(description="Who asks. In a rollout that goes by user, a user's answers come from one side."),
+    Meta(
+        description="Who asks. In a rollout that goes by user, a user's answers come from one side."
+    ),
 ]
 _SafetyIdentifier = Annotated[
-    _SubjectText, Meta(description="OpenAI's newer name of `user`; where both are sent, this counts.")
+    _SubjectText,
+    Meta(description="OpenAI's newer name of `user`; where both are sent, this counts."),
 ]
 _Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], _SubjectText],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Any, Literal
 from uuid import UUID
 
 from sqlalchemy import (
@@ -13,6 +14,7 @@ from sqlalchemy import (
     Text,
     Uuid,
     func,
+    literal,
     literal_column,
     or_,
     select,
@@ -20,22 +22,42 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.dialects.postgresql.psycopg import dialect as psycopg_dialect
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from loraplex_platform.db import (
     AdapterVersion,
     BaseModel,
     Deployment,
     DeploymentRevision,
+    EngineBuild,
     Gateway,
+    Pin,
     Replica,
+    Rollout,
     Tenant,
 )
 from loraplex_platform.db.base import Json
 from loraplex_platform.db.batched_calls import one_item
 from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
+from loraplex_platform.gateway.revision_params import NO_PARAMS, RevisionParams, params_of
+from loraplex_platform.rollouts.assignment import StickyBy
 
 _FALLBACK_SEEN_WITHIN = timedelta(days=1)
 _MAX_REPLICAS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """Immutable: what answers. `fingerprint` None: any build of the base does."""
+
+    id: UUID
+    base_model_id: UUID
+    adapter_version_id: UUID | None
+    adapter_digest: str | None
+    adapter_id: UUID | None
+    params: RevisionParams = NO_PARAMS
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +75,6 @@ class ActiveRollout:
     sticky_by: StickyBy
     salt: bytes
     canary: Revision
-
-
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """Immutable: what answers. `fingerprint` None: any build of the base does."""
-
-    id: UUID
-    base_model_id: UUID
-    adapter_version_id: UUID | None
-    adapter_digest: str | None
-    adapter_id: UUID | None
-    params: RevisionParams = NO_PARAMS
-    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,21 @@ _FailedRevision = aliased(DeploymentRevision)
 
 def _visible(
     tenant_id: UUID | ColumnElement[UUID], base_model: str | ColumnElement[str]
-) -> Select[str, str, UUID, datetime, str, UUID, UUID, UUID | None, str | None, UUID | None, Json, str | None, bool]:
+) -> Select[
+    str,
+    str,
+    UUID,
+    datetime,
+    str,
+    UUID,
+    UUID,
+    UUID | None,
+    str | None,
+    UUID | None,
+    Json,
+    str | None,
+    bool,
+]:
     """The revision that the tenant's pin names while it holds, else the deployment's current one."""
     return (
         select(
@@ -132,6 +155,7 @@ def _visible(
             EngineBuild.fingerprint,
             Pin.revision_id.is_not(None),
         )
+        .select_from(Deployment)
         .outerjoin(
             Pin,
             (Pin.tenant_id == tenant_id)
@@ -340,6 +364,16 @@ async def list_models(session: AsyncSession, tenant_id: UUID, base_model: str) -
     )
     rows = (await session.execute(statement)).all()
     return [_served(row) for row in rows]
+
+
+async def note_stable_logprob(
+    sessions: SessionFactory, request_id: UUID, mean_logprob: float
+) -> None:
+    """Of a request's answer, under its rollout's stable revision."""
+    await sessions.calls.call(
+        "update requests set stable_logprob = %(mean)s::real where id = %(id)s returning id",
+        {"id": request_id, "mean": mean_logprob},
+    )
 
 
 async def mirrored_replicas(session: AsyncSession) -> Sequence[Json]:

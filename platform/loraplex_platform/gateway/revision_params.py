@@ -43,15 +43,17 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     frequency_penalty: shapes.Penalty | None = None
     repetition_penalty: shapes.RepetitionPenalty | None = None
     max_tokens: shapes.MaxTokens | None = None
-    stop: Annotated[list[shapes.StopText], Meta(min_length=1, max_length=shapes.MAX_STOPS)] | None = None
+    stop: (
+        Annotated[list[shapes.StopText], Meta(min_length=1, max_length=shapes.MAX_STOPS)] | None
+    ) = None
 
 
 class RevisionParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`system_prompt` is put before chats that have no system or developer message of their own."""
 
-    system_prompt: (
-        Annotated[str, Meta(min_length=1, max_length=MAX_SYSTEM_PROMPT_CHARS)] | None
-    ) = None
+    system_prompt: Annotated[str, Meta(min_length=1, max_length=MAX_SYSTEM_PROMPT_CHARS)] | None = (
+        None
+    )
     sampling: SamplingDefaults = SamplingDefaults()
 
     def fill(self, body: _Body) -> _Body:
@@ -70,9 +72,7 @@ class RevisionParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [ChatMessage("system", self.system_prompt), *messages]
 
 
-_FILLED: Final = tuple(
-    name for name in SamplingDefaults.__struct_fields__ if name != "max_tokens"
-)
+_FILLED: Final = tuple(name for name in SamplingDefaults.__struct_fields__ if name != "max_tokens")
 NO_PARAMS: Final = RevisionParams()
 
 
