@@ -160,6 +160,7 @@ class FakeEngine:
         self._heard_at_s: dict[str, float] = {}  # gateway id -> monotonic
         self.is_ready = True
         self.is_draining = False
+        self.waiting_by_priority: dict[int, int] = {}  # what it says of its queue
         self.pinned: frozenset[str] = frozenset()
         self.pin_refusal: PinRefusal | None = None
         self.is_mute = False  # True: receives, and answers nothing, not even heartbeats
@@ -511,7 +512,8 @@ class FakeEngine:
             finished[entry.finish_reason] = finished.get(entry.finish_reason, 0) + 1
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=0,
+            num_waiting=sum(self.waiting_by_priority.values()),
+            waiting_by_priority=self.waiting_by_priority,
             kv_blocks_total=1024,
             kv_blocks_free=1024 - len(self._running),
             kv_usage=len(self._running) / 1024,
