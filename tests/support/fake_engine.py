@@ -75,7 +75,7 @@ class Script:
     with seed + i. Choices take turns, and all counts below are of each one's tokens but
     `error_after` and `crash_after`, which are of all together.
     A scripted list is cut at `max_tokens` and at a stop token; if it ends before either, the
-    request finishes as "stop" there.
+    request finishes as "stop" there. A request that tells its own tokens gets those.
     """
 
     token_ids: Sequence[int] | None = None
@@ -383,6 +383,8 @@ class FakeEngine:
             else list(scripted)
         )
         reason: FinishReason = "stop"
+        if sampling.forced_token_ids:
+            ids = list(sampling.forced_token_ids)
         if len(ids) >= sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], "length"
         for position, token_id in enumerate(ids):
