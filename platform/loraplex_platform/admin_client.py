@@ -385,28 +385,32 @@ class AdminClient:
         """All objects of a list, page by page."""
         return self._pages(path, params)
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        *,
-        if_version: int | None = None,
-        **params: str,
-    ) -> Json:
+    def call(self, method: str, path: str, body: Json | None = None, **params: str) -> Json:
         """One call; its answer, or {} where there is none.
-
-        Args:
-            if_version: refused if the thing is at another version (If-Match).
 
         Raises:
             AdminApiError: refused, or not reached.
         """
         arguments: Json = {"params": params}
-        if if_version is not None:
-            arguments["headers"] = {"If-Match": f'"{if_version}"'}
         if body is not None:
             arguments["json"] = body
+        response = self._call(method, path, **arguments)
+        return cast(Json, response.json()) if response.content else {}
+
+    def read(self, path: str) -> tuple[Json, str | None]:
+        """A thing and its ETag, which `change` sends back."""
+        response = self._call("GET", path)
+        return cast(Json, response.json()), response.headers.get("etag")
+
+    def change(self, method: str, path: str, body: Json | None, etag: str | None) -> Json:
+        """Change what is still as it was read; its answer, or {} where there is none.
+
+        Raises:
+            AdminApiError: refused; or changed meanwhile (409): the message says what is there now.
+        """
+        arguments: Json = {} if body is None else {"json": body}
+        if etag is not None:
+            arguments["headers"] = {"if-match": etag}
         response = self._call(method, path, **arguments)
         return cast(Json, response.json()) if response.content else {}
 

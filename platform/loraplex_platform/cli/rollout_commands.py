@@ -355,7 +355,7 @@ def _act(
     with open_admin(data_dir, control_url) as admin:
         path = f"{_path(admin, tenant)}/{rollout}/{verb}"
         body = {"reason": reason} if reason else None
-        done = admin.call("POST", path, body, if_version=version)
+        done = admin.change("POST", path, body, None if version is None else f'"{version}"')
     _print(done, as_json=as_json)
 
 
