@@ -121,7 +121,7 @@ class Scene:
 
     async def canary_fails(self, rollout_id: str, count: int) -> None:
         """The engine fails in what the canary answers, until so many have seen it."""
-        digest = self.world.revisions[0]["adapter_digest"]
+        digest = self.world.revisions[0]["digest"]
         self.world.stand.engine.script_for = lambda generate: (
             Script(error_after=1) if generate.adapter_digest == digest else Script()
         )
