@@ -20,8 +20,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import ConflictError, IdempotencyReuseError
-from loraplex_platform.gateway import openapi
+from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
     Answer,
@@ -76,7 +77,6 @@ from loraplex_platform.gateway.revision_choice import (
     Side,
     Who,
     choose_revision,
-    find_callable,
     is_scored,
     is_shadowed,
     may_call,
@@ -264,13 +264,18 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> ServedModel:
-    return await find_callable(
+    """What the name stands for; to this caller nothing that its key may not call."""
+    finding = queries.find_model(
         gateway.sessions,
-        caller,
+        caller.tenant_id,
         gateway.settings.base_model,
         name,
-        deadline_s=gateway.settings.database_deadline_s,
+        known=gateway.known_revisions,
     )
+    model = await within(gateway.settings.database_deadline_s, finding)
+    if model is None or not may_call(caller, model):
+        raise unknown_model(name)
+    return model
 
 
 def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -> str | None:
