@@ -23,7 +23,7 @@ from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.device.memory_profile import MemoryPlan
 from loraplex_engine.device.selection import select_device
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
-from loraplex_engine.fingerprint import fingerprint_model
+from loraplex_engine.fingerprint import fingerprint_model, hash_model, identify_base
 from loraplex_engine.heap import give_back_freed_memory
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora
@@ -80,6 +80,7 @@ class AssembledEngine:
     lora: Lora | None
     grammars: GrammarCompiler | None = None
     memory: MemoryPlan | None = None  # of a GPU
+    pinned_at_start: tuple[str, ...] = ()
 
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
         """Whom to tell of adapter loads: see `step_loop.Engine`."""
@@ -137,6 +138,8 @@ class AssembledEngine:
             adapters_host=list(pool.host),
             adapter_host_bytes=pool.host_bytes,
             adapters_pinned=list(pool.pinned),
+            adapters_pinned_at_start=list(self.pinned_at_start),
+            adapters_pin_failed=pool.pin_failures,
             adapters_loading=len(pool.loading) + pool.queued,
             adapters_disk=pool.disk_adapters,
             adapter_disk_bytes=pool.disk_bytes,
@@ -185,8 +188,9 @@ def assemble_engine(
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
+    digests = hash_model(config.model_dir)
     fingerprint = fingerprint_model(
-        config.model_dir,
+        digests,
         dtype=dtype,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -241,6 +245,7 @@ def assemble_engine(
         backends=backends,
         max_model_len=sizes.max_model_len,
         row_rule_holds=row_rule_holds,
+        identity=identify_base(config.model_dir, digests),
     )
     # Loading and the self-check took more than serving does.
     give_back_freed_memory()
@@ -251,7 +256,9 @@ def assemble_engine(
         kv_cache_dtype=backends["kv_cache"],
         num_threads=torch.get_num_threads(),
     )
-    return AssembledEngine(core, facts, runner, lora, grammars, compute.memory)
+    return AssembledEngine(
+        core, facts, runner, lora, grammars, compute.memory, tuple(config.pinned_adapters)
+    )
 
 
 _MOST_GPU_ROWS = 1024
