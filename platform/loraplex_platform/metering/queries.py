@@ -38,7 +38,10 @@ from loraplex_reserve(
     p_replica_id => %(replica_id)s, p_attempt => %(attempt)s::integer, p_lease_s => %(lease_s)s,
     p_prompt_tokens => %(est_prompt_tokens)s, p_max_tokens => %(max_tokens)s,
     p_min_tokens => %(min_completion_tokens)s, p_num_choices => %(num_choices)s,
-    p_made_at_s => %(made_at_s)s, p_max_skew_s => %(max_skew_s)s)
+    p_made_at_s => %(made_at_s)s, p_max_skew_s => %(max_skew_s)s,
+    p_rollout_id => %(rollout_id)s, p_rollout_step => %(rollout_step)s::integer, p_arm => %(arm)s,
+    p_subject_key => %(subject_key)s, p_shadow_of => %(shadow_of)s,
+    p_sampling => %(sampling)s::jsonb)
 """
 
 SETTLE: Final = """
@@ -52,7 +55,9 @@ from loraplex_settle(
     p_past_stop => %(discarded_past_stop)s, p_past_abort => %(discarded_past_abort)s,
     p_earlier => %(earlier)s::jsonb, p_finish_reason => %(finish_reason)s,
     p_http_status => %(http_status)s::integer, p_error_code => %(error_code)s,
-    p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer)
+    p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer,
+    p_fingerprint => %(fingerprint)s, p_itl_mean_ms => %(itl_mean_ms)s::real,
+    p_itl_p95_ms => %(itl_p95_ms)s::real)
 """
 
 # Of many requests: `item` says which. Those that have no row are asked for by the statements above.
@@ -117,6 +122,7 @@ def reserve_parameters(reservation: Reservation) -> dict[str, object]:
         "max_tokens": reservation.est_completion_tokens // reservation.num_choices,
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
+        "sampling": None if reservation.sampling is None else json.dumps(reservation.sampling),
     }
 
 
@@ -142,6 +148,9 @@ def settle_parameters(settlement: Settlement) -> dict[str, object]:
         "error_code": settlement.error_code,
         "ttft_ms": settlement.ttft_ms,
         "e2e_ms": settlement.e2e_ms,
+        "fingerprint": settlement.fingerprint,
+        "itl_mean_ms": settlement.itl_mean_ms,
+        "itl_p95_ms": settlement.itl_p95_ms,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from pydantic import BaseModel as Schema
@@ -13,6 +13,7 @@ from loraplex_platform.control.schemas import Resource, UnixSeconds
 from loraplex_platform.db import InvariantRun, Request
 from loraplex_platform.ids import format_id
 from loraplex_platform.metering.invariants import InvariantReport
+from loraplex_platform.metering.policy import RequestKind
 from loraplex_platform.metering.usage import SHORT_WIDTHS, GroupBy, UsagePage, UsageQuery, UsageRow
 
 # The columns of each group, in the order of the report.
@@ -173,7 +174,7 @@ class RequestResource(Resource):
     deployment_id: str | None
     revision_id: str | None
     adapter_version_id: str | None
-    kind: Literal["user", "probe"]
+    kind: RequestKind
     endpoint: str
     model: str
     stream: bool
@@ -300,7 +301,7 @@ def show_request(request: Request) -> RequestResource:
         deployment_id=optional("deployment", request.deployment_id),
         revision_id=optional("deployment_revision", request.revision_id),
         adapter_version_id=optional("adapter_version", request.adapter_version_id),
-        kind="probe" if request.kind == "probe" else "user",
+        kind=cast(RequestKind, request.kind),
         endpoint=request.endpoint,
         model=request.model,
         stream=request.is_stream,
