@@ -38,6 +38,8 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.quotas import routes as quotas
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry import alias_routes as aliases
+from loraplex_platform.registry import deployment_routes as deployments
 from loraplex_platform.registry import import_routes as imports
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
@@ -135,7 +137,12 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         uploads.bytes_router,
         imports.router,
         imports.jobs_router,
-        registry.deployments_router,
+        registry.builds_router,
+        aliases.router,
+        aliases.versions_router,
+        deployments.router,
+        deployments.platform_router,
+        deployments.pins_router,
         quotas.router,
         quotas.scheduling_router,
         quotas.explain_router,

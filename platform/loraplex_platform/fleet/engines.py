@@ -122,6 +122,18 @@ class EngineFleet:
         replicas = sorted(self._router.replicas, key=lambda r: r.record.replica_id)
         return list(await asyncio.gather(*(_set_pin(r, digest, is_wanted) for r in replicas)))
 
+    def running_builds(self) -> dict[str, list[str]]:
+        """Fingerprint -> ids of the replicas that take requests for it now."""
+        running: dict[str, list[str]] = {}
+        for replica in self._router.replicas:
+            if replica.is_ready:
+                welcome = replica.client.welcome
+                fingerprint = replica.record.model_fingerprint
+                if welcome is not None and welcome.model_fingerprint:
+                    fingerprint = welcome.model_fingerprint
+                running.setdefault(fingerprint, []).append(replica.record.replica_id)
+        return {fingerprint: sorted(ids) for fingerprint, ids in running.items()}
+
     async def views(self) -> list[ReplicaView]:
         """Every known replica with fresh statistics where it answers, by id."""
         await self.sample()
