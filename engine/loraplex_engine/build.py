@@ -7,7 +7,7 @@ Call either on the thread that will step the engine: torch's threads are set for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,8 @@ from loraplex_engine.structured.compiler import GrammarCompiler
 from loraplex_engine.structured.setup import open_grammars
 
 log = structlog.get_logger(__name__)
+
+_MAX_REFUSALS_KNOWN = 64
 
 
 class NoAdapters:
@@ -81,6 +83,7 @@ class AssembledEngine:
     grammars: GrammarCompiler | None = None
     memory: MemoryPlan | None = None  # of a GPU
     pinned_at_start: tuple[str, ...] = ()
+    refused_pins: dict[str, str] = field(default_factory=dict)  # digest -> why, of the last tries
 
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
         """Whom to tell of adapter loads: see `step_loop.Engine`."""
@@ -97,10 +100,19 @@ class AssembledEngine:
         """Keep an adapter in host memory. Raises `PinRefusedError`."""
         if self.lora is None:
             raise PinRefusedError("no_store", "there is no adapter store: start with --store-url")
-        self.lora.pool.pin(digest)
+        try:
+            self.lora.pool.pin(digest)
+        except PinRefusedError as error:
+            self.refused_pins.pop(digest, None)
+            self.refused_pins[digest] = str(error)
+            if len(self.refused_pins) > _MAX_REFUSALS_KNOWN:
+                self.refused_pins.pop(next(iter(self.refused_pins)))
+            raise
+        self.refused_pins.pop(digest, None)
 
     def unpin(self, digest: str) -> None:
         """Let an adapter be evicted like any other."""
+        self.refused_pins.pop(digest, None)
         if self.lora is not None:
             self.lora.pool.unpin(digest)
 
@@ -139,7 +151,7 @@ class AssembledEngine:
             adapter_host_bytes=pool.host_bytes,
             adapters_pinned=list(pool.pinned),
             adapters_pinned_at_start=list(self.pinned_at_start),
-            adapters_pin_failed=pool.pin_failures,
+            adapters_pin_failed={**self.refused_pins, **pool.pin_failures},
             adapters_loading=len(pool.loading) + pool.queued,
             adapters_disk=pool.disk_adapters,
             adapter_disk_bytes=pool.disk_bytes,

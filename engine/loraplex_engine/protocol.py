@@ -353,7 +353,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters_pinned: list[str] = []
     # Those of `--pin-adapter`, which are nobody else's to unpin; None: a release that does not say.
     adapters_pinned_at_start: list[str] | None = None
-    adapters_pin_failed: dict[str, str] = {}  # pinned, but not loaded: why the last try failed
+    # Wanted in memory by the operator, but not there: why the last try failed, by digest.
+    adapters_pin_failed: dict[str, str] = {}
     adapters_loading: int = 0  # or waiting for a loader
     adapters_disk: int = 0  # copies of a remote store's
     adapter_disk_bytes: int = 0

@@ -27,6 +27,7 @@ from loraplex_platform.erasure.routes import router as erasure_router
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.evals.routes import routers as eval_routers
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.fleet.residency_routes import router as residency_router
 from loraplex_platform.fleet.routes import router as fleet_router
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
@@ -156,6 +157,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         webhooks.platform_router,
         *eval_routers,
         fleet_router,
+        residency_router,
         users.router,
         users.login_router,
         users.sessions_router,

@@ -117,7 +117,7 @@ class EngineFleet:
     async def set_pin(self, digest: str, *, is_wanted: bool) -> list[PinOutcome]:
         """Have every replica that is known now keep an adapter in memory, or let it go; by replica id.
 
-        A replica that starts later, or again, knows nothing of it: its own `--pin-adapter` is for that.
+        The worker tells those that start later, or again: see residency.py.
         """
         replicas = sorted(self._router.replicas, key=lambda r: r.record.replica_id)
         return list(await asyncio.gather(*(_set_pin(r, digest, is_wanted) for r in replicas)))
