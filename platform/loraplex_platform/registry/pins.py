@@ -150,28 +150,32 @@ class PinWatch:
             now = await session.scalar(func.now().select()) or datetime.now(UTC)
             pins = await pin_queries.claim_ending(session, max(WARN_BEFORE), _BATCH)
             for facts in await pin_queries.facts_of(session, pins):
-                what = _due(facts.pin, now)
-                if what is not None:
-                    await _tell(session, facts, what)
-                    told.append(what)
+                due = _due(facts.pin, now)
+                if due is not None:
+                    await _tell(session, facts, *due)
+                    told.append(due[0])
         for what in told:
             self._on_told(what)
         return told
 
 
-def _due(pin: Pin, now: datetime) -> Told | None:
-    """What there is to tell of a pin. A warning for which it was too late when it was made is none."""
+def _due(pin: Pin, now: datetime) -> tuple[Told, timedelta] | None:
+    """What there is to tell of a pin, and how long before its end that is due. A warning for which it was too
+    late when the pin was made is none.
+    """
     assert pin.until is not None  # noqa: S101 # of those that end
     if pin.until <= now:
-        return "expired"
-    passed = [pin.until - before for before in WARN_BEFORE if pin.until - before <= now]
-    latest = max(passed, default=None)
-    if latest is None or latest <= pin.created_at:
+        return "expired", timedelta(0)
+    passed = [before for before in WARN_BEFORE if pin.until - before <= now]
+    if not passed:
         return None
-    return "expiring" if pin.warned_at is None or pin.warned_at < latest else None
+    due_at = pin.until - min(passed)
+    if due_at <= pin.created_at or (pin.warned_at is not None and pin.warned_at >= due_at):
+        return None
+    return "expiring", min(passed)
 
 
-async def _tell(session: AsyncSession, facts: PinFacts, what: Told) -> None:
+async def _tell(session: AsyncSession, facts: PinFacts, what: Told, before: timedelta) -> None:
     pin, deployment = facts.pin, facts.deployment
     assert pin.until is not None  # noqa: S101 # of those that end
     if what == "expired":
@@ -189,11 +193,9 @@ async def _tell(session: AsyncSession, facts: PinFacts, what: Told) -> None:
         "until": until,
         "reason": pin.reason,
     }
-    await session.flush()
-    await session.refresh(pin)
-    told_at = pin.expired_at or pin.warned_at
-    moment = 0 if told_at is None else int(told_at.timestamp())
-    name = f"pin_{what}:{pin.tenant_id.hex}:{deployment.id.hex}:{moment}"
+    # A pin is known by when it was made: of another one of the same deployment it is told again.
+    made = int(pin.created_at.timestamp() * 1e6)
+    name = f"pin_{what}:{pin.tenant_id.hex}:{deployment.id.hex}:{made}:{before.days}"
     await enqueue(session, "alert", name, payload)
     _record(session, SYSTEM, f"pin.{what}", pin, deployment, before=None, after=None)
     say = log.error if what == "expired" else log.warning
