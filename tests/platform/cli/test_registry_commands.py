@@ -114,7 +114,7 @@ async def test_an_alias_is_moved_and_its_history_shown(terminal: Terminal) -> No
 
     assert said == "production is capitals:2; support moved with it"
     history = await terminal.done("aliases", "history", *of, "-t", "acme")
-    assert [line.split()[1] for line in history.splitlines()[1:]] == ["2", "1"]
+    assert [line.split()[2] for line in history.splitlines()[1:]] == ["2", "1"]
     [alias] = await shown(terminal, "aliases", "list", "capitals", "-t", "acme")
     assert alias["version"] == 2
     # What is not named stays, also that it follows.
