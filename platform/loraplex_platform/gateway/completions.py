@@ -104,7 +104,13 @@ CONVERSATION_HEADER = "x-loraplex-conversation-id"
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
-    """Answer a conversation with the model or adapter deployment named in `model`."""
+    """Answer a conversation with the model or adapter deployment named in `model`.
+
+    What a request leaves out, the deployment's revision may say: a system prompt, for conversations that
+    have no system or developer message of their own, and defaults for `temperature`, `top_p`, `top_k`,
+    `min_p`, the penalties, `max_tokens` and `stop`. What the request says itself always counts, also where
+    that is a value that switches something off. There is no default seed.
+    """
     require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await _begin(request, gateway, caller, "chat.completions", raw)
@@ -149,7 +155,10 @@ async def create_chat_completion(
 
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
-    """Continue a raw prompt, given as text or as token ids."""
+    """Continue a raw prompt, given as text or as token ids.
+
+    The revision's sampling defaults hold as for conversations; its system prompt does not.
+    """
     require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await _begin(request, gateway, caller, "completions", raw)
