@@ -143,6 +143,14 @@ class Copying:
                 worker.add_done_callback(self._workers.discard)
 
     async def _work(self) -> None:
+        try:
+            await self._work_on()
+        finally:
+            # Here, with no turn of the loop between: what comes now starts a worker of its own.
+            if (worker := asyncio.current_task()) is not None:
+                self._workers.discard(worker)
+
+    async def _work_on(self) -> None:
         while self._waiting:
             wanted = self._waiting.popleft()
             kind = wanted.kind
