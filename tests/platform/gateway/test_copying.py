@@ -160,6 +160,7 @@ async def test_a_long_answer_is_scored_by_its_beginning(
     monkeypatch.setattr(scoring, "MAX_SCORED_TOKENS", 3)
     deployed = await Deployed.make(stand)
     await deployed.roll_out(weight_bp=0, score_bp=10_000)
+    stand.engine.script = says("longer than that", end=False)
 
     answer = await deployed.ask(max_tokens=9)
 
