@@ -381,15 +381,14 @@ async def _rollouts(walk: Walk) -> None:
     deployments = f"/admin/v1/tenants/{path}/deployments"
     await walk.stand.admin.put(f"{deployments}/capitals", json={"version_id": None})
     with psycopg.connect(walk.db_url) as connection:
-        # The platform's own deployment has a second revision, of other parameters.
-        connection.execute(
-            "insert into deployment_revisions (id, deployment_id, number, base_model_id, params, sha256)"
-            " select gen_random_uuid(), deployment_id, 2, base_model_id, '{\"sampling\": {}}', 'x'"
-            " from deployment_revisions where tenant_id is null and number = 1"
-        )
+        # The platform's own deployment has a second revision by now.
+        [(other,)] = connection.execute(
+            "select max(r.number) from deployment_revisions r join deployments d on d.id = r.deployment_id"
+            " where d.tenant_id is null and r.id <> d.current_revision_id"
+        ).fetchall()
     for where, body in (
         (f"{TENANT}/rollouts", {"deployment": "capitals", "canary": 1}),
-        ("/admin/v1/rollouts", {"deployment": stands.BASE}),
+        ("/admin/v1/rollouts", {"deployment": stands.BASE, "canary": other}),
     ):
         one = f"{where}/{{rollout_id}}"
         await walk.step("POST", where, json=body, keep="rollout_id")
