@@ -397,6 +397,23 @@ class AdminClient:
         response = self._call(method, path, **arguments)
         return cast(Json, response.json()) if response.content else {}
 
+    def read(self, path: str) -> tuple[Json, str | None]:
+        """A thing and its ETag, which `change` sends back."""
+        response = self._call("GET", path)
+        return cast(Json, response.json()), response.headers.get("etag")
+
+    def change(self, method: str, path: str, body: Json | None, etag: str | None) -> Json:
+        """Change what is still as it was read; its answer, or {} where there is none.
+
+        Raises:
+            AdminApiError: refused; or changed meanwhile (409): the message says what is there now.
+        """
+        arguments: Json = {} if body is None else {"json": body}
+        if etag is not None:
+            arguments["headers"] = {"if-match": etag}
+        response = self._call(method, path, **arguments)
+        return cast(Json, response.json()) if response.content else {}
+
     # ------------------------------------------------------------------------ transport
 
     def _pages(self, path: str, filters: Json | None = None) -> Iterator[Json]:

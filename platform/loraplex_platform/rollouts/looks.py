@@ -46,6 +46,7 @@ _OURS: Final = ("gateway_lost", "database_unavailable", "draining", "given_up")
 # A shadow is asked after everybody else, and given up first.
 _OURS_IN_SHADOW: Final = (
     *_OURS,
+    "shadow_given_up",
     "deadline_exceeded",
     "overloaded",
     "queue_full",

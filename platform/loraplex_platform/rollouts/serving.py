@@ -22,6 +22,7 @@ from loraplex_engine.protocol import SamplingParams
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.fleet.absorbed import Question, ask
+from loraplex_platform.gateway.builds import BuildRule
 from loraplex_platform.gateway.routing import Replica, Router
 from loraplex_platform.rollouts.queries import Side
 
@@ -84,11 +85,12 @@ class ConnectedFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _eligible(self, side: Side) -> Sequence[Replica]:
+        builds = BuildRule(only=None if side.build is None else side.build.fingerprint)
         return [
             replica
             for replica in self.router.replicas
             if replica.record.base_model == side.base_model.name
-            and (side.build is None or replica.record.model_fingerprint == side.build.fingerprint)
+            and builds.allows(replica.fingerprint)
         ]
 
     def _problem_of(self, replica: Replica, side: Side, model: str) -> str | None:

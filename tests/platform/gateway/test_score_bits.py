@@ -102,7 +102,7 @@ async def test_scores_have_the_bits_that_the_answers_had(
                 pair = list(await session.scalars(statement))
         assert {request.arm for request in pair} == {"stable", "shadow"}
         assert len({request.stable_logprob for request in pair}) == 1
-        assert len({request.completion_tokens for request in pair}) == 1
+        assert len({request.finish_reason for request in pair}) == 1
         await check_quiet(db, [gateway], engine)
 
 
