@@ -6,6 +6,7 @@ taken back by its gate.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -59,13 +60,13 @@ class Tenant:
         """Its connections."""
         self._http.close()
 
-    def call(self, method: str, path: str, body: Any = None) -> Any:  # noqa: ANN401 - JSON
+    def call(self, method: str, path: str, body: Any = None) -> Any:
         """Below /admin/v1."""
         answer = self._http.request(method, path, json=body)
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
 
-    def of(self, method: str, path: str, body: Any = None) -> Any:  # noqa: ANN401 - JSON
+    def of(self, method: str, path: str, body: Any = None) -> Any:
         """Below the tenant."""
         return self.call(method, f"{self.path}{path}", body)
 
@@ -126,9 +127,11 @@ class Traffic:
         ):
             for _ in range(CONCURRENCY):
                 group.create_task(self._ask_on(client, numbers, seen))
-            while not await asyncio.to_thread(is_enough):
-                await asyncio.sleep(0.5)
-            seen.set()
+            while not seen.is_set():
+                if await asyncio.to_thread(is_enough):
+                    seen.set()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(seen.wait(), 0.5)
 
     async def _ask_on(
         self, client: openai.AsyncOpenAI, numbers: Iterator[int], seen: asyncio.Event
@@ -172,6 +175,7 @@ def watcher(tenant: Tenant, rollout: dict[str, Any], *states: str) -> Callable[[
 
     def is_there() -> bool:
         rollout.update(tenant.of("GET", f"/rollouts/{rollout['id']}"))
+        print(time.time(), rollout["state"], rollout["step"], (rollout["verdict"] or {}).get("waits"), str(rollout["verdict"])[:600])
         ended = rollout["state"] in ("promoted", "aborted", "rolled_back")
         assert rollout["state"] in states or not ended, (rollout["state"], rollout["end_reason"])
         return rollout["state"] in states
