@@ -180,14 +180,20 @@ class AdminClient:
         return list(self._pages(f"/tenants/{tenant_id}/deployments"))
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Json:
-        """Let the model `name` answer with this version (None: the base)."""
-        return self._json(
-            "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
-        )
-
-    def set_pin(self, digest: str, *, is_wanted: bool) -> Json:
-        """Have every replica keep an adapter in memory, or let it evict it like any other."""
-        return self._json("PUT" if is_wanted else "DELETE", f"/fleet/pins/{digest}")
+        """Let the model `name` answer with this version (None: the base). Whatever else its revision says
+        (system prompt, sampling, engine build, price book) stays.
+        """
+        path = f"/tenants/{tenant_id}/deployments/{name}"
+        body: Json = {"version_id": version_id}
+        etag = None
+        try:
+            current, etag = self.read(path)
+        except AdminApiError as error:
+            if error.status != 404:
+                raise
+        else:
+            body |= {field: current["revision"][field] for field in ("engine_build_id", "params")}
+        return self.change("PUT", path, body, etag)
 
     # ------------------------------------------------------------------------ the rest
 

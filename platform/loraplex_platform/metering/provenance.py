@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -22,6 +22,7 @@ from loraplex_platform.db import (
     Adapter,
     AdapterVersion,
     Attempt,
+    Base,
     BaseModel,
     Deployment,
     DeploymentRevision,
@@ -38,6 +39,8 @@ from loraplex_platform.rollouts.assignment import NUM_BUCKETS, Subject, assign
 
 PriceClass = Literal["input", "cached_input", "output", "request"]
 TOKENS_PER_PRICE: Final = 1_000_000
+
+_Row = TypeVar("_Row", bound=Base)
 
 _SUBJECTS: Final = {
     "tenant": "the tenant",
@@ -159,11 +162,13 @@ async def trace(
         attempts=await queries.attempts_of(session, request_id),
         deployment=await _get(session, Deployment, known.deployment_id),
         revision=revision,
-        base_model=await _get(session, BaseModel, revision and revision.base_model_id),
+        base_model=await _get(
+            session, BaseModel, None if revision is None else revision.base_model_id
+        ),
         adapter=None if found is None else found[0],
         version=None if found is None else found[1],
         build=build,
-        built_from=await _get(session, BaseModel, build and build.base_model_id),
+        built_from=await _get(session, BaseModel, None if build is None else build.base_model_id),
         rollout=rollout,
         pin=pin,
         choice=_choice(request, rollout, pin),
@@ -172,7 +177,7 @@ async def trace(
     )
 
 
-async def _get(session: AsyncSession, model: type[Any], row_id: UUID | None) -> Any:  # noqa: ANN401 # of the model, or None
+async def _get(session: AsyncSession, model: type[_Row], row_id: UUID | None) -> _Row | None:
     return None if row_id is None else await session.get(model, row_id)
 
 
