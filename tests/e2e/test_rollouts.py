@@ -175,7 +175,6 @@ def watcher(tenant: Tenant, rollout: dict[str, Any], *states: str) -> Callable[[
 
     def is_there() -> bool:
         rollout.update(tenant.of("GET", f"/rollouts/{rollout['id']}"))
-        print(time.time(), rollout["state"], rollout["step"], (rollout["verdict"] or {}).get("waits"), str(rollout["verdict"])[:600])
         ended = rollout["state"] in ("promoted", "aborted", "rolled_back")
         assert rollout["state"] in states or not ended, (rollout["state"], rollout["end_reason"])
         return rollout["state"] in states
