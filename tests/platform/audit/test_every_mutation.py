@@ -380,15 +380,10 @@ async def _rollouts(walk: Walk) -> None:
     path = walk.ids["tenant_id"]
     deployments = f"/admin/v1/tenants/{path}/deployments"
     await walk.stand.admin.put(f"{deployments}/capitals", json={"version_id": None})
-    with psycopg.connect(walk.db_url) as connection:
-        # The platform's own deployment has a second revision by now.
-        [(other,)] = connection.execute(
-            "select max(r.number) from deployment_revisions r join deployments d on d.id = r.deployment_id"
-            " where d.tenant_id is null and r.id <> d.current_revision_id"
-        ).fetchall()
+    # The platform's own deployment has one that nothing answers with: `_models` made it.
     for where, body in (
         (f"{TENANT}/rollouts", {"deployment": "capitals", "canary": 1}),
-        ("/admin/v1/rollouts", {"deployment": stands.BASE, "canary": other}),
+        ("/admin/v1/rollouts", {"deployment": stands.BASE}),
     ):
         one = f"{where}/{{rollout_id}}"
         await walk.step("POST", where, json=body, keep="rollout_id")
