@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db.session import SessionFactory
@@ -142,14 +142,32 @@ select t.billing_tz,
 from tenants t where t.id = :tenant_id
 """.replace(":day", "cast(:day as date)")
 )
-# The lines are taken in their order from an index, so many and no more, before anything is asked of
-# them. Ties, for a request may have more lines than one, and the next piece begins behind its last.
-_OF_LEDGER = """
+_WINDOWS = text("""
+select id, period_start, period_end from quota_windows
+where id = any(cast(:window_ids as bigint[])) order by period_start
+""")
+# Taken in their order from an index, so many and no more, before anything is asked of them. Ties, for a
+# request may have more lines than one, and the next piece begins behind its last.
+_LINES = """
 with lines as materialized (
     select l.* from ledger l
     where {whose} and l.entry_id >= :first_id and l.entry_id < :end_id
     order by l.entry_id fetch first (cast(:most as bigint)) rows with ties
-), of_windows as (
+)"""
+_PIECE = """
+select (select count(*) from lines) as num_lines,
+    (select entry_id from lines order by entry_id desc limit 1) as last_id, """
+_OF_ONE_WINDOW = (
+    _LINES
+    + _PIECE
+    + """array[cast(:window_id as bigint)] as window_ids, array[coalesce(sum({amount}), 0)] as used
+from lines l
+where l.kind = 'usage' and l.account = 'revenue' and {scope}
+"""
+)
+_OF_THEIR_REQUESTS = (
+    _LINES  # noqa: S608 # ours
+    + """, of_windows as (
     select w.id, sum({amount}) as used
     from lines l
     -- One by one (`offset`): joined in one go, as many would be read as there are in their time.
@@ -168,12 +186,12 @@ with lines as materialized (
     where l.kind = 'usage' and l.account = 'revenue' and {scope} and {when}
         and coalesce(r.windows @> array[w.id], false) is false
     group by w.id
-)
-select (select count(*) from lines) as num_lines,
-    (select entry_id from lines order by entry_id desc limit 1) as last_id,
-    (select array_agg(id order by id) from of_windows) as window_ids,
+)"""
+    + _PIECE
+    + """(select array_agg(id order by id) from of_windows) as window_ids,
     (select array_agg(used order by id) from of_windows) as used
 """
+)
 # So that an index gives the first so many in their order: whatever a planner thinks of a limit or of
 # where rows lie, it must not read all there are and sort them. JIT takes longer than a piece.
 _IN_ORDER = text("""
@@ -250,17 +268,9 @@ async def count(session: AsyncSession, opening: Opening) -> dict[int, int]:
         if first_entry is None:
             return dict(used)
         from_at = datetime.fromtimestamp(unix_s_of(first_entry), UTC) - _SKEW
-    await _count_ledger(
-        session,
-        opening,
-        _Lines(
-            first_at=from_at - _SKEW,
-            end_at=opening.opened_at + _SKEW,
-            when="admitted.at >= :from_at",
-            parameters={"from_at": from_at},
-        ),
-        used,
-    )
+    windows = (await session.execute(_WINDOWS, {"window_ids": opening.window_ids})).all()
+    for lines in _stretches(opening, windows, from_at):
+        await _count_ledger(session, opening, lines, used)
     return dict(used)
 
 
@@ -315,13 +325,46 @@ class _Lines:
 
     Attributes:
         first_at, end_at: no id of theirs has a time outside of these.
-        when: the condition on `admitted.at`, in SQL with `parameters`.
+        window_id: in whose period all of them are, and which none of their requests holds; None: their
+            requests say so one by one.
+        when: another condition on `admitted.at`, in SQL with `parameters`.
     """
 
     first_at: datetime
     end_at: datetime
-    when: str
-    parameters: Mapping[str, object]
+    window_id: int | None = None
+    when: str = "true"
+    parameters: Mapping[str, object] = field(default_factory=dict)
+
+
+def _stretches(
+    opening: Opening, windows: Sequence[Row[Any]], from_at: datetime
+) -> Iterator[_Lines]:
+    """What was admitted from then on. Only near where a period begins or ends, and of the last minutes,
+    need requests be asked: elsewhere their ids, which are lines', say all there is to know."""
+    at, end_at = from_at - _SKEW, opening.opened_at + _SKEW
+    bounds = {from_at, *(w.period_start for w in windows), *(w.period_end for w in windows)}
+    unsure = [
+        (bound - _SKEW, bound + _SKEW) for bound in bounds if bound is not None and bound >= from_at
+    ]
+    if opening.what.scope_kind == "adapter":  # which no line names
+        unsure.append((at, end_at))
+    for unsure_at, sure_at in sorted([*unsure, (opening.held_since, end_at)]):
+        begin, end = min(max(unsure_at, at), end_at), min(sure_at, end_at)
+        for window in windows:
+            is_within = window.period_start <= at and (
+                window.period_end is None or window.period_end >= begin
+            )
+            if at < begin and is_within:
+                yield _Lines(first_at=at, end_at=begin, window_id=window.id)
+        if begin < end:
+            yield _Lines(
+                first_at=begin,
+                end_at=end,
+                when="admitted.at >= :from_at",
+                parameters={"from_at": from_at},
+            )
+            at = end
 
 
 async def _count_ledger(
@@ -329,7 +372,7 @@ async def _count_ledger(
 ) -> None:
     what = opening.what
     statement = text(
-        _OF_LEDGER.format(
+        (_OF_THEIR_REQUESTS if lines.window_id is None else _OF_ONE_WINDOW).format(
             amount=_BOOKED[what.metric],
             scope=_scope(what, "l"),
             whose="true" if what.tenant_id is None else "l.tenant_id = :tenant_id",
@@ -337,7 +380,7 @@ async def _count_ledger(
         )
     )
     most = FIRST_LINES
-    parameters = _parameters(opening) | lines.parameters
+    parameters = _parameters(opening) | {"window_id": lines.window_id} | lines.parameters
     parameters |= {"first_id": _id_at(lines.first_at), "end_id": _id_at(lines.end_at)}
     while True:
         began_s = time.monotonic()
