@@ -334,7 +334,7 @@ class _Lines:
     end_at: datetime
     window_id: int | None = None
     when: str = "true"
-    parameters: Mapping[str, object] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def _stretches(
