@@ -575,7 +575,8 @@ class Scheduler:
 
         Nobody is preempted or loses budget for a draft, and the watermark stays free.
         """
-        forced, wants = [], []
+        forced: list[tuple[int, DraftWant]] = []
+        wants: list[tuple[int, DraftWant]] = []
         for index, request in enumerate(batch.requests):
             room = request.sampling.max_tokens - request.num_output_tokens - 1
             if room > 0 and batch.samples[index] and batch.num_scheduled[index] == 1:
@@ -587,8 +588,8 @@ class Scheduler:
             return
         num_tokens = self.limits.max_num_batched_tokens - batch.budget
         drafts = self._drafter.draft([want for _, want in wants], num_tokens, batch.budget)
-        for (index, want), ids in zip(wants, drafts, strict=True):
-            self._append_drafts(batch, index, want.request, ids)
+        for (index, drafted), ids in zip(wants, drafts, strict=True):
+            self._append_drafts(batch, index, drafted.request, ids)
 
     def _add_forced(self, batch: Batch, wants: list[tuple[int, DraftWant]]) -> None:
         """Forced tokens are drafts that are always right.

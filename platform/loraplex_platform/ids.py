@@ -33,6 +33,12 @@ PREFIXES: Final = {
     "audit_entry": "aud",
     "webhook": "whk",
     "webhook_delivery": "dlv",
+    "engine_build": "bld",
+    "rollout": "rol",
+    "eval_suite": "evs",
+    "eval_run": "evr",
+    "eval_result": "evc",
+    "eval_schedule": "evd",
 }
 
 _HEX_CHARS = 32

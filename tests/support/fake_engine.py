@@ -75,7 +75,7 @@ class Script:
     with seed + i. Choices take turns, and all counts below are of each one's tokens but
     `error_after` and `crash_after`, which are of all together.
     A scripted list is cut at `max_tokens` and at a stop token; if it ends before either, the
-    request finishes as "stop" there.
+    request finishes as "stop" there. A request that tells its own tokens gets those.
     """
 
     token_ids: Sequence[int] | None = None
@@ -160,8 +160,11 @@ class FakeEngine:
         self._heard_at_s: dict[str, float] = {}  # gateway id -> monotonic
         self.is_ready = True
         self.is_draining = False
+        self.waiting_by_priority: dict[int, int] = {}  # what it says of its queue
         self.pinned: frozenset[str] = frozenset()
         self.pin_refusal: PinRefusal | None = None
+        self.pinned_at_start: frozenset[str] = frozenset()  # by a flag, besides `pinned`
+        self.pin_failures: dict[str, str] = {}  # digest -> why it does not load
         self.is_mute = False  # True: receives, and answers nothing, not even heartbeats
         self.incarnation = ""
         self.journal_id = uuid.uuid4().hex
@@ -382,6 +385,8 @@ class FakeEngine:
             else list(scripted)
         )
         reason: FinishReason = "stop"
+        if sampling.forced_token_ids:
+            ids = list(sampling.forced_token_ids)
         if len(ids) >= sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], "length"
         for position, token_id in enumerate(ids):
@@ -511,7 +516,8 @@ class FakeEngine:
             finished[entry.finish_reason] = finished.get(entry.finish_reason, 0) + 1
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=0,
+            num_waiting=sum(self.waiting_by_priority.values()),
+            waiting_by_priority=self.waiting_by_priority,
             kv_blocks_total=1024,
             kv_blocks_free=1024 - len(self._running),
             kv_usage=len(self._running) / 1024,
@@ -521,7 +527,10 @@ class FakeEngine:
             num_preemptions_total=0,
             steps_total=self.num_tokens_sent,
             adapters_resident=[],
-            adapters_host=[],
+            adapters_host=sorted(self.pinned - self.pin_failures.keys()),
+            adapters_pinned=sorted(self.pinned),
+            adapters_pinned_at_start=sorted(self.pinned_at_start),
+            adapters_pin_failed=self.pin_failures,
             adapter_leases=0,
             max_adapters_in_step=0,
             mixed_steps_total=0,

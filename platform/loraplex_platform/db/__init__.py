@@ -21,6 +21,13 @@ from loraplex_platform.db.billing import (
     PriceItem,
     UsageDaily,
 )
+from loraplex_platform.db.evals import (
+    EvalResult,
+    EvalRun,
+    EvalSchedule,
+    EvalSuite,
+    EvalSuiteVersion,
+)
 from loraplex_platform.db.fleet import EngineUsage, Gateway, JournalCursor, Replica
 from loraplex_platform.db.metering import Attempt, Request
 from loraplex_platform.db.outbox import OutboxMessage
@@ -40,6 +47,16 @@ from loraplex_platform.db.registry import (
     DeploymentRevision,
 )
 from loraplex_platform.db.retries import IdempotentRequest
+from loraplex_platform.db.rollouts import (
+    AdapterAlias,
+    AdapterAliasEvent,
+    EngineBuild,
+    Pin,
+    PinEvent,
+    ResidentAdapter,
+    Rollout,
+    RolloutEvent,
+)
 from loraplex_platform.db.sources import AdapterImport, AdapterUpload
 from loraplex_platform.db.tenancy import (
     ApiKey,
@@ -57,6 +74,8 @@ from loraplex_platform.db.webhooks import Webhook, WebhookDelivery
 
 __all__ = [
     "Adapter",
+    "AdapterAlias",
+    "AdapterAliasEvent",
     "AdapterHoursProgress",
     "AdapterImport",
     "AdapterUpload",
@@ -74,7 +93,13 @@ __all__ = [
     "DeploymentEvent",
     "DeploymentRevision",
     "DroppedMonth",
+    "EngineBuild",
     "EngineUsage",
+    "EvalResult",
+    "EvalRun",
+    "EvalSchedule",
+    "EvalSuite",
+    "EvalSuiteVersion",
     "Gateway",
     "IdempotencyRecord",
     "IdempotentRequest",
@@ -91,6 +116,8 @@ __all__ = [
     "LoginThrottle",
     "Membership",
     "OutboxMessage",
+    "Pin",
+    "PinEvent",
     "PriceBook",
     "PriceItem",
     "Project",
@@ -98,7 +125,10 @@ __all__ = [
     "Refusal",
     "Replica",
     "Request",
+    "ResidentAdapter",
     "RetentionSetting",
+    "Rollout",
+    "RolloutEvent",
     "Session",
     "SharedLimitsVersion",
     "Tenant",

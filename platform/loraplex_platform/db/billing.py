@@ -148,6 +148,7 @@ class LedgerEntry(Base):
     project_id: Mapped[UUID | None]
     key_id: Mapped[UUID | None]
     deployment_id: Mapped[UUID | None]
+    revision_id: Mapped[UUID | None]  # of usage and late rows: what answered
     adapter_version_id: Mapped[UUID | None]
     price_book_id: Mapped[UUID | None]
     prompt_tokens: Mapped[BigInt]

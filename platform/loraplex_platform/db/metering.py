@@ -5,10 +5,20 @@ from __future__ import annotations
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ARRAY, BigInteger, CheckConstraint, Index, String, func, text
+from sqlalchemy import (
+    ARRAY,
+    REAL,
+    BigInteger,
+    CheckConstraint,
+    Index,
+    SmallInteger,
+    String,
+    func,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
-from loraplex_platform.db.base import Base, BigInt, Pico
+from loraplex_platform.db.base import Base, BigInt, Json, Pico
 
 
 class Request(Base):
@@ -22,10 +32,17 @@ class Request(Base):
     __tablename__ = "requests"
     __table_args__ = (
         CheckConstraint("state in ('reserved', 'settled', 'voided')", name="state"),
-        CheckConstraint("kind in ('user', 'probe')", name="kind"),
+        CheckConstraint("kind in ('user', 'probe', 'shadow')", name="kind"),
         CheckConstraint("(state = 'reserved') = (settled_at is null)", name="settled_at"),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
+        CheckConstraint("arm in ('stable', 'canary', 'shadow', 'pinned')", name="arm"),
         Index("ix_requests_key_id_id", "key_id", "id"),
+        Index(
+            "ix_requests_rollout_id",
+            "rollout_id",
+            "rollout_step",
+            postgresql_where=text("rollout_id is not null"),
+        ),
         Index(
             "ix_requests_lease_until", "lease_until", postgresql_where=text("state = 'reserved'")
         ),
@@ -35,7 +52,7 @@ class Request(Base):
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID]
     project_id: Mapped[UUID | None]
-    key_id: Mapped[UUID | None]  # null: a probe
+    key_id: Mapped[UUID | None]  # null: a probe, or a rollout's shadow
     deployment_id: Mapped[UUID | None]
     revision_id: Mapped[UUID | None]
     adapter_id: Mapped[UUID | None]
@@ -72,6 +89,21 @@ class Request(Base):
     ttft_ms: Mapped[int | None]
     e2e_ms: Mapped[int | None]
     settled_by: Mapped[str | None] = mapped_column(String(64))  # gateway id or "sweeper"
+    # Which side of a rollout answered, in which of its steps; `pinned`: neither, for the tenant has a pin.
+    rollout_id: Mapped[UUID | None]
+    rollout_step: Mapped[int | None] = mapped_column(SmallInteger)
+    arm: Mapped[str | None] = mapped_column(String(8))
+    subject_key: Mapped[int | None] = mapped_column(BigInteger)  # of `rollouts.assignment`
+    shadow_of: Mapped[
+        UUID | None
+    ]  # the tenant's own request that a shadow or a scoring is made after
+    sampling: Mapped[Json | None]  # as resolved: numbers only, never text
+    fingerprint: Mapped[str | None] = mapped_column(String(128))  # of the replica that answered
+    # Between two tokens of the first choice: mean and 95th percentile.
+    itl_mean_ms: Mapped[float | None] = mapped_column(REAL)
+    itl_p95_ms: Mapped[float | None] = mapped_column(REAL)
+    # Mean log-probability of the answer under the rollout's stable revision; null: not sampled.
+    stable_logprob: Mapped[float | None] = mapped_column(REAL)
 
 
 class Attempt(Base):

@@ -63,6 +63,7 @@ class AdapterVersion(Base):
         ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),
         UniqueConstraint("adapter_id", "version"),
         UniqueConstraint("adapter_id", "digest"),
+        UniqueConstraint("adapter_id", "id"),
         UniqueConstraint(
             "tenant_id", "id", "digest", name="uq_adapter_versions_tenant_id_id_digest"
         ),
@@ -95,6 +96,26 @@ class Deployment(Base):
             name="fk_deployments_own_revision",
             use_alter=True,
         ),
+        ForeignKeyConstraint(
+            ["tenant_id", "followed_adapter_id", "followed_alias"],
+            [
+                "adapter_aliases.tenant_id",
+                "adapter_aliases.adapter_id",
+                "adapter_aliases.alias",
+            ],
+            name="fk_deployments_own_alias",
+        ),
+        CheckConstraint(
+            "(followed_adapter_id is null) = (followed_alias is null)"
+            " and (followed_alias is null or tenant_id is not null)",
+            name="followed_alias",
+        ),
+        Index(
+            "ix_deployments_followed",
+            "followed_adapter_id",
+            "followed_alias",
+            postgresql_where=text("followed_alias is not null"),
+        ),
         Index(
             "uq_deployments_tenant_id_public_name",
             "tenant_id",
@@ -113,9 +134,15 @@ class Deployment(Base):
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID | None] = mapped_column(ForeignKey("tenants.id"))
     public_name: Mapped[str] = mapped_column(String(128))
+    # What it was made for, which prices go by: never changed, for what is on the ledger must cost the same
+    # tomorrow. The weights that answer are its revisions'.
     base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
     # Set in the transaction that inserts the first revision; the two tables name each other.
     current_revision_id: Mapped[UUID | None]
+    # When this alias moves, the deployment gets a revision of the version that it moved to.
+    followed_adapter_id: Mapped[UUID | None]
+    followed_alias: Mapped[str | None] = mapped_column(String(64))
+    row_version: Mapped[int] = mapped_column(server_default=text("1"))  # its ETag
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
     archived_at: Mapped[datetime | None]
@@ -157,6 +184,11 @@ class DeploymentRevision(Base):
     base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
     adapter_version_id: Mapped[UUID | None]
     adapter_digest: Mapped[str | None] = mapped_column(String(71))
+    # Null: any replica of the base. Otherwise only those with this fingerprint.
+    engine_build_id: Mapped[UUID | None] = mapped_column(ForeignKey("engine_builds.id"))
+    # Null: the book in force when a request comes.
+    price_book_id: Mapped[UUID | None] = mapped_column(ForeignKey("price_books.id"))
+    # {"system_prompt": str, "sampling": {"temperature": ...}}: for what a request leaves open.
     params: Mapped[Json]
     sha256: Mapped[str] = mapped_column(String(64))  # of the canonical JSON of the above
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -2,14 +2,15 @@
 
 Gone: keys and their secrets' MACs, memberships, people who belong to no other tenant, invitations,
 grants, webhooks with their deliveries, stored answers, refusals, probe reports of adapters, imports, unfinished
-uploads with their bytes, and every
-name (tenant, keys, projects, model ids, adapters), which become `deleted-...`. Adapter files go from the
+uploads with their bytes, evals, aliases, pins, rollouts and what they would have told, adapters to keep resident,
+and every name (tenant, keys, projects, model ids, adapters), which become `deleted-...`. Adapter files go from the
 store unless another tenant has uploaded the same ones.
 
 Kept: ledger, invoices, the billing profile that the last invoice is made out to, rollups and the audit
 log, which name ids and the model ids of the time; the request log (metadata, never text) until
-retention drops its month; replies to the operator's calls under an Idempotency-Key, for a day. Prefixes in an engine's cache cannot be reached without the tenant's keys and
-go with the cache.
+retention drops its month; revisions without their system prompts and parameters; replies to the operator's
+calls under an Idempotency-Key, for a day. Prefixes in an engine's cache cannot be reached without the
+tenant's keys and go with the cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.errors import ConflictError, InvalidRequestError
+from loraplex_platform.evals import queries as eval_queries
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry import source_queries
@@ -73,10 +75,12 @@ async def erase(session: AsyncSession, actor: Actor, tenant_id: UUID, confirm: s
     digests = await _own_digests(session, tenant_id)
     uploads = await source_queries.delete_uploads(session, tenant_id=tenant_id)
     await source_queries.delete_imports(session, tenant_id=tenant_id)
+    evals = await eval_queries.erase(session, tenant_id)
     row = await session.execute(text("select loraplex_erase_tenant(:id)"), {"id": tenant_id})
     removed: dict[str, int] | None = row.scalar_one()
     if removed is None:
         raise ConflictError("This tenant has been deleted already.", code="tenant_deleted")
+    removed |= {kind: count for kind, count in evals.items() if count}
     record(
         session,
         actor,

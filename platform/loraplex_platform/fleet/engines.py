@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
-from loraplex_engine.client import EngineClient, EngineLostError, EnginePinRefusedError
+from loraplex_engine.client import EngineLostError, EnginePinRefusedError
 from loraplex_engine.protocol import EngineStats, ReplicaRecord
 
 from loraplex_platform.errors import EngineUnavailableError
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.routing import Replica, Router
 
@@ -93,22 +94,23 @@ class EngineFleet:
                 with contextlib.suppress(asyncio.CancelledError):
                     await sampler
 
-    async def ready_engine(self, base_model: str, num_tokens: int) -> tuple[str, EngineClient]:
-        """Id and connection of a replica that takes a request of this size now.
+    async def ready_engine(
+        self, base_model: str, num_tokens: int, builds: BuildRule = ANY_BUILD
+    ) -> Replica:
+        """A replica that takes a request of this size now.
 
         Raises:
             EngineUnavailableError: there is none.
         """
         try:
-            replica = self._router.choose(base_model, num_tokens)
+            return self._router.choose(base_model, num_tokens, builds=builds)
         except EngineUnavailableError:
             # One may have come up since the router last looked.
             await self._router.refresh()
             for found in self._router.replicas:
                 with contextlib.suppress(EngineLostError):
                     await found.client.connect(CONNECT_TIMEOUT_S)
-            replica = self._router.choose(base_model, num_tokens)
-        return replica.record.replica_id, replica.client
+            return self._router.choose(base_model, num_tokens, builds=builds)
 
     def prefetch(self, digest: str) -> None:
         """Have every replica load an adapter that will be asked for soon; best effort."""
@@ -118,10 +120,22 @@ class EngineFleet:
     async def set_pin(self, digest: str, *, is_wanted: bool) -> list[PinOutcome]:
         """Have every replica that is known now keep an adapter in memory, or let it go; by replica id.
 
-        A replica that starts later, or again, knows nothing of it: its own `--pin-adapter` is for that.
+        The worker tells those that start later, or again: see residency.py.
         """
         replicas = sorted(self._router.replicas, key=lambda r: r.record.replica_id)
         return list(await asyncio.gather(*(_set_pin(r, digest, is_wanted) for r in replicas)))
+
+    def running_builds(self) -> dict[str, list[str]]:
+        """Fingerprint -> ids of the replicas that take requests for it now."""
+        running: dict[str, list[str]] = {}
+        for replica in self._router.replicas:
+            if replica.is_ready:
+                welcome = replica.client.welcome
+                fingerprint = replica.record.model_fingerprint
+                if welcome is not None and welcome.model_fingerprint:
+                    fingerprint = welcome.model_fingerprint
+                running.setdefault(fingerprint, []).append(replica.record.replica_id)
+        return {fingerprint: sorted(ids) for fingerprint, ids in running.items()}
 
     async def views(self) -> list[ReplicaView]:
         """Every known replica with fresh statistics where it answers, by id."""

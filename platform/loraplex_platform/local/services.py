@@ -252,7 +252,7 @@ class Fleet:
             "LORAPLEX_WORKER_PORT": "0",
             "LORAPLEX_WEBHOOK_KEY": self._credentials.webhook_key,
         }
-        return self._env(self._data_stores() | _issuer() | own)
+        return self._env(self._data_stores() | self._model() | _issuer() | own)
 
     def _console_address(self) -> str:
         """Whose word about a visitor counts. On loopback all visitors are this machine anyway, and

@@ -5,7 +5,7 @@
 | completed | prompt + output up to and including the token that completes the stop string or is eos | - |
 | aborted (by the client) | prompt + what was generated until the abort | - |
 | fault, lost (an engine, a gateway or the platform failed: docs/adr/0004) | nothing | prompt + all output |
-| any outcome of a probe | nothing | prompt + all output |
+| any outcome of a probe or a shadow | nothing | prompt + all output |
 
 Tokens sampled past a stop string, or past an abort, are discarded: nobody pays, but they are counted,
 because engines' totals must equal billed + absorbed + discarded.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RequestKind = Literal["user", "probe"]
+RequestKind = Literal["user", "probe", "shadow"]
 Outcome = Literal["completed", "aborted", "fault", "lost"]
 Source = Literal["terminal", "journal", "observed"]
 Account = Literal["revenue", "absorbed"]
@@ -78,6 +78,6 @@ def split(usage: AttemptUsage, kind: RequestKind) -> Split:
     )
     if min(parts) < 0:
         raise ValueError(f"parts exceed the whole or are negative: {usage}")
-    if kind == "probe" or usage.outcome in ("fault", "lost"):
+    if kind != "user" or usage.outcome in ("fault", "lost"):
         return Split("absorbed", billed=0, absorbed=kept)
     return Split("revenue", billed=kept - usage.absorbed_anyway, absorbed=usage.absorbed_anyway)

@@ -38,7 +38,10 @@ from loraplex_reserve(
     p_replica_id => %(replica_id)s, p_attempt => %(attempt)s::integer, p_lease_s => %(lease_s)s,
     p_prompt_tokens => %(est_prompt_tokens)s, p_max_tokens => %(max_tokens)s,
     p_min_tokens => %(min_completion_tokens)s, p_num_choices => %(num_choices)s,
-    p_made_at_s => %(made_at_s)s, p_max_skew_s => %(max_skew_s)s)
+    p_made_at_s => %(made_at_s)s, p_max_skew_s => %(max_skew_s)s,
+    p_rollout_id => %(rollout_id)s, p_rollout_step => %(rollout_step)s::integer, p_arm => %(arm)s,
+    p_subject_key => %(subject_key)s, p_shadow_of => %(shadow_of)s,
+    p_sampling => %(sampling)s::jsonb)
 """
 
 SETTLE: Final = """
@@ -52,7 +55,9 @@ from loraplex_settle(
     p_past_stop => %(discarded_past_stop)s, p_past_abort => %(discarded_past_abort)s,
     p_earlier => %(earlier)s::jsonb, p_finish_reason => %(finish_reason)s,
     p_http_status => %(http_status)s::integer, p_error_code => %(error_code)s,
-    p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer)
+    p_ttft_ms => %(ttft_ms)s::integer, p_e2e_ms => %(e2e_ms)s::integer,
+    p_fingerprint => %(fingerprint)s, p_itl_mean_ms => %(itl_mean_ms)s::real,
+    p_itl_p95_ms => %(itl_p95_ms)s::real)
 """
 
 # Of many requests: `item` says which. Those that have no row are asked for by the statements above.
@@ -72,6 +77,16 @@ select loraplex_void(
 _ABSORB_LATE: Final = text("""
 select loraplex_absorb_late(:request_id, :attempt, :replica_id, :prompt_tokens, :cached_tokens,
     :generated)
+""")
+
+# As `loraplex_reserve` chooses it.
+_BOOK_FOR = text("""
+select (
+    select b.name from price_books b where b.id = coalesce(own.id, loraplex_book_at(now()))
+) as name, own.id is not null as is_own
+from (select (
+    select price_book_id from deployment_revisions where id = cast(:revision as uuid)) as id
+) as own
 """)
 
 # Rows are locked in id order, so that two batches never wait for each other.
@@ -117,6 +132,7 @@ def reserve_parameters(reservation: Reservation) -> dict[str, object]:
         "max_tokens": reservation.est_completion_tokens // reservation.num_choices,
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
+        "sampling": None if reservation.sampling is None else json.dumps(reservation.sampling),
     }
 
 
@@ -142,6 +158,9 @@ def settle_parameters(settlement: Settlement) -> dict[str, object]:
         "error_code": settlement.error_code,
         "ttft_ms": settlement.ttft_ms,
         "e2e_ms": settlement.e2e_ms,
+        "fingerprint": settlement.fingerprint,
+        "itl_mean_ms": settlement.itl_mean_ms,
+        "itl_p95_ms": settlement.itl_p95_ms,
     }
 
 
@@ -195,6 +214,13 @@ async def find_holder(
             select(ApiKey).where(ApiKey.id == key_id, ApiKey.tenant_id == tenant_id)
         )
     return tenant, key, await session.scalar(select(func.now()))
+
+
+async def find_book_for(session: AsyncSession, revision_id: UUID | None) -> tuple[str | None, bool]:
+    """The name of the price book that a request of this revision would be billed by, and whether the
+    revision names it; None: no book is in force."""
+    row = (await session.execute(_BOOK_FOR, {"revision": revision_id})).one()
+    return row.name, row.is_own
 
 
 async def renew(session: AsyncSession, renewals: Sequence[Renewal], lease_s: float) -> set[UUID]:

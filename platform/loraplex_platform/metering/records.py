@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Literal
 from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
+
+Arm = Literal["stable", "canary", "shadow", "pinned"]
 
 GATEWAY_LOST = "gateway_lost"  # the error code of what the sweeper closed
 LEASE_S = 20.0  # gateways renew every 5 s
@@ -21,12 +24,16 @@ class Reservation:
     the database looks them up where it admits the request.
 
     Attributes:
-        key_id: the tenant's key; None exactly for a probe.
+        key_id: the tenant's key; None exactly for a probe or a shadow.
         owner: the process that will settle it (gateway id).
         est_completion_tokens: max_tokens of all choices together.
         num_choices: completions of the prompt; they share what a quota still pays evenly.
         min_completion_tokens: of each choice; a quota that cannot pay as many refuses the request.
         has_stop_strings: whether the gateway looks for stop strings in the text.
+        rollout_id, rollout_step, arm, subject_key: whose side of which step it is on; arm "pinned" has none
+            of the others.
+        shadow_of: the tenant's own request after which a shadow or a scoring is made.
+        sampling: parameters as resolved, numbers only: what would be needed to compute it again.
     """
 
     request_id: UUID
@@ -48,6 +55,12 @@ class Reservation:
     attempt: int = 1
     kind: RequestKind = "user"
     lease_s: float = LEASE_S
+    rollout_id: UUID | None = None
+    rollout_step: int | None = None
+    arm: Arm | None = None
+    subject_key: int | None = None
+    shadow_of: UUID | None = None
+    sampling: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,12 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """How a request ended. `earlier` are attempts that failed before the one in `usage`."""
+    """How a request ended. `earlier` are attempts that failed before the one in `usage`.
+
+    Attributes:
+        fingerprint: of the replica that answered.
+        itl_mean_ms, itl_p95_ms: time between two tokens of the first choice; None: it had fewer than two.
+    """
 
     request_id: UUID
     lease_token: int
@@ -88,6 +106,9 @@ class Settlement:
     error_code: str | None = None
     ttft_ms: int | None = None
     e2e_ms: int | None = None
+    fingerprint: str | None = None
+    itl_mean_ms: float | None = None
+    itl_p95_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

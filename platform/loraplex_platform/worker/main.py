@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from loraplex_platform.db.migrate import SchemaMismatchError, wait_until_current
 from loraplex_platform.db.session import DatabaseUnavailableError
+from loraplex_platform.gateway.tokenization import ModelFolderError
 from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.worker.app import Worker, open_worker
@@ -42,7 +43,12 @@ def run(settings: WorkerSettings, *, port_file: Path | None = None) -> int:
         wait_until_current(settings, patience_s=PATIENCE_S)
         with socket.create_server((settings.worker_host, settings.worker_port)) as listener:
             asyncio.run(serve(settings, listener, port_file=port_file))
-    except (SchemaMismatchError, DatabaseUnavailableError, OSError) as error:
+    except (
+        SchemaMismatchError,
+        DatabaseUnavailableError,
+        ModelFolderError,
+        OSError,
+    ) as error:
         log.error("worker_cannot_start", reason=str(error))
         return 2
     log.info("worker_stopped")

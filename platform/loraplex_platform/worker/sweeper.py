@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 from uuid import UUID
 
 import structlog
@@ -140,7 +140,7 @@ class Sweeper:
 
     async def _is_with_its_gateway(self, request: Request) -> bool:
         """Whether the request has ended, and a gateway that lives is about to say so."""
-        if request.replica_id is None or request.kind == "probe":
+        if request.replica_id is None or request.kind != "user":
             return False
         since_s = self._spared_since_s.get(request.id)
         if since_s is not None and time.monotonic() - since_s > MAX_SPARED_S:
@@ -284,7 +284,7 @@ def usage_of(request: Request, reason: FinishReason | str, usage: Usage) -> Atte
 
 
 def _kind_of(request: Request) -> RequestKind:
-    return "probe" if request.kind == "probe" else "user"
+    return cast(RequestKind, request.kind)
 
 
 def _as_lost(request: Request) -> Settlement:

@@ -139,7 +139,8 @@ async def test_who_inserts_chooses_neither_time_nor_place(db: Database, db_url: 
         ("delete from audit_log where seq >= 4", "rows are missing"),
         ("delete from audit_log", "rows are missing"),
         (
-            "update audit_log set seq = case seq when 2 then 102 when 3 then 2 else seq end;"
+            "update audit_log set seq = 102 where seq = 2;"
+            "update audit_log set seq = 2 where seq = 3;"
             "update audit_log set seq = 3 where seq = 102",
             "was changed",
         ),

@@ -1,14 +1,14 @@
 """Adapters on their way in: resumable uploads and imports.
 
-Revision: 0016, after what is there.
+Revision: 0015, after 0014.
 """
 
 from __future__ import annotations
 
 from loraplex_platform.db.migration_sql import run_sql
 
-revision = "0016"
-down_revision = "0013"
+revision = "0015"
+down_revision = "0014"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,1 @@
+"""Evals: suites of golden prompts with checks, run against one immutable revision and compared."""
