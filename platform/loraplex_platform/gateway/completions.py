@@ -21,7 +21,13 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ConflictError, IdempotencyReuseError
+from loraplex_platform.errors import (
+    ConflictError,
+    EngineUnavailableError,
+    IdempotencyReuseError,
+    InvalidRequestError,
+    PlatformError,
+)
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -90,6 +96,7 @@ from loraplex_platform.rates.admission import Claim
 from loraplex_platform.tenancy.authentication import Authenticated, require_scope
 
 Parsed = TypeVar("Parsed")
+OnUnserved = Callable[[PlatformError], None]  # told of what is refused before it is on the books
 Endpoint = Literal["chat.completions", "completions"]
 
 router = APIRouter(prefix="/v1", tags=["Completions"])
@@ -129,6 +136,17 @@ async def create_chat_completion(
         ),
     )
     prepare = partial(gateway.preparer.chat, body=body, messages=messages, structure=structure)
+    on_unserved = partial(
+        gateway.unserved.note,
+        request_id=request.scope[REQUEST_UUID],
+        caller=caller,
+        found=found,
+        model=model,
+        side=side,
+        endpoint="chat.completions",
+        is_stream=bool(body.stream),
+        prepare=prepare,
+    )
     job = _job(
         request,
         gateway,
@@ -136,7 +154,7 @@ async def create_chat_completion(
         model=model,
         endpoint="chat.completions",
         body=body,
-        prepared=await prepare(model),
+        prepared=await _prepare(prepare, model, on_unserved),
         side=side,
         copies=_copies(request, found, side, prepare),
         tools=structure.tools,
@@ -147,6 +165,7 @@ async def create_chat_completion(
         gateway,
         job,
         gate=await _gate(request, gateway, caller, job),
+        on_unserved=on_unserved,
         shape=partial(ChatAnswer, tools=structure.tools),
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs(body),
@@ -171,6 +190,17 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         caller, found, Who(user=body.user, conversation_id=_conversation_id(request))
     )
     prepare = partial(gateway.preparer.completion, body=body, structure=structure)
+    on_unserved = partial(
+        gateway.unserved.note,
+        request_id=request.scope[REQUEST_UUID],
+        caller=caller,
+        found=found,
+        model=model,
+        side=side,
+        endpoint="completions",
+        is_stream=bool(body.stream),
+        prepare=prepare,
+    )
     job = _job(
         request,
         gateway,
@@ -178,7 +208,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         model=model,
         endpoint="completions",
         body=body,
-        prepared=await prepare(model),
+        prepared=await _prepare(prepare, model, on_unserved),
         side=side,
         copies=_copies(request, found, side, prepare),
         retry=retry,
@@ -188,6 +218,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         gateway,
         job,
         gate=await _gate(request, gateway, caller, job),
+        on_unserved=on_unserved,
         shape=CompletionAnswer,
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs(body),
@@ -299,6 +330,18 @@ def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -
             param=CONVERSATION_HEADER,
         )
     return stated
+
+
+async def _prepare(
+    prepare: Callable[[ServedModel], Awaitable[Prepared]],
+    model: ServedModel,
+    on_unserved: OnUnserved,
+) -> Prepared:
+    try:
+        return await prepare(model)
+    except InvalidRequestError as error:
+        on_unserved(error)
+        raise
 
 
 def _copies(
@@ -429,15 +472,23 @@ async def run(
     job: Job,
     *,
     gate: RateGate | None = None,
+    on_unserved: OnUnserved | None = None,
     shape: Callable[[AnswerHead, TokenBytes], Answer],
     includes_usage: bool,
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
-    builds = job.model.builds
+    try:
+        replica = gateway.router.choose(
+            job.model.base_model, job.num_tokens, builds=job.model.builds
+        )
+    except EngineUnavailableError as error:
+        if on_unserved is not None:
+            on_unserved(error)
+        raise
     pump = gateway.make_pump(
         job,
-        gateway.router.choose(job.model.base_model, job.num_tokens, builds=builds),
+        replica,
         metrics=gateway.metrics,
         on_closed=gateway.copying.note,
         gate=gate,

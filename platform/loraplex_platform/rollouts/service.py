@@ -120,7 +120,8 @@ async def create(
         salt=secrets.token_bytes(16),
         created_by=name_of(actor),
     )
-    _describe(rollout, stable, canary, settings, wanted.promotion)
+    max_adapters = await _max_adapters(session, tenant_id)
+    _describe(rollout, stable, canary, settings, wanted.promotion, max_adapters)
     session.add(rollout)
     await session.flush()
     await session.refresh(rollout)
@@ -178,7 +179,8 @@ async def change(
     rollout.stable_revision_id = stable.revision.id
     rollout.canary_revision_id = canary.revision.id
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    _describe(rollout, stable, canary, settings, wanted.promotion or promotion)
+    max_adapters = await _max_adapters(session, tenant_id)
+    _describe(rollout, stable, canary, settings, wanted.promotion or promotion, max_adapters)
     after = _shown(rollout, stable.revision.number, canary.revision.number)
     changed = [field for field in before if before[field] != after[field]]
     if changed:
@@ -394,7 +396,9 @@ class _Difference:
     warnings: list[str]
 
 
-def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
+def _difference(
+    stable: Side, canary: Side, gate: GateSettings, max_adapters: int | None
+) -> _Difference:
     one, two = stable.revision, canary.revision
     changes = [name for name, field in _PARTS.items() if getattr(one, field) != getattr(two, field)]
     for name in ("system_prompt", "sampling"):
@@ -416,13 +420,32 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     ]
     if None not in dtypes and dtypes[0] != dtypes[1]:
         warnings.append(f"The engine builds compute in {dtypes[0]} and {dtypes[1]}.")
+    is_other_adapter = one.adapter_digest != two.adapter_digest
+    if max_adapters is not None and max_adapters < 2 and is_other_adapter:
+        warnings.append(
+            f"The tenant may have {max_adapters} adapter at a time (max_adapters), so its canary's answers are not "
+            "computed again under the stable adapter, and nothing is shadowed: the gate logprob and shadow steps "
+            "never have anything to compare, and hold for ever. Set max_adapters to 2 or more; or gate.logprob "
+            "to null, without shadow steps."
+        )
     if not gate.gates("canary"):
         warnings.append("No gate is asked: it goes on by time alone, whatever the canary does.")
     return _Difference(changes, warnings)
 
 
+async def _max_adapters(session: AsyncSession, tenant_id: UUID | None) -> int | None:
+    """How many adapters the owner may have at a time; None: as many as it likes, or it is the platform."""
+    tenant = None if tenant_id is None else await tenancy.find_tenant(session, tenant_id)
+    return None if tenant is None else tenant.max_adapters
+
+
 def _describe(
-    rollout: Rollout, stable: Side, canary: Side, settings: GateSettings, promotion: str
+    rollout: Rollout,
+    stable: Side,
+    canary: Side,
+    settings: GateSettings,
+    promotion: str,
+    max_adapters: int | None,
 ) -> None:
     """What follows from the two revisions and the settings."""
     if stable.revision.id == canary.revision.id:
@@ -437,7 +460,7 @@ def _describe(
             f"{stable.base_model.tokenizer_sha256[:12]}): prompts of the one mean nothing to the other.",
             param="canary",
         )
-    found = _difference(stable, canary, settings)
+    found = _difference(stable, canary, settings, max_adapters)
     rollout.changes = found.changes
     rollout.gate = {
         "gates": settings.model_dump(),
