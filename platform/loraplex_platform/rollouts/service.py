@@ -397,7 +397,7 @@ class _Difference:
 
 
 def _difference(
-    stable: Side, canary: Side, gate: GateSettings, max_adapters: int | None
+    stable: Side, canary: Side, gate: GateSettings, *, has_shadows: bool, max_adapters: int | None
 ) -> _Difference:
     one, two = stable.revision, canary.revision
     changes = [name for name, field in _PARTS.items() if getattr(one, field) != getattr(two, field)]
@@ -420,8 +420,10 @@ def _difference(
     ]
     if None not in dtypes and dtypes[0] != dtypes[1]:
         warnings.append(f"The engine builds compute in {dtypes[0]} and {dtypes[1]}.")
-    is_other_adapter = one.adapter_digest != two.adapter_digest
-    if max_adapters is not None and max_adapters < 2 and is_other_adapter:
+    needs_both = one.adapter_digest != two.adapter_digest and (
+        has_shadows or gate.logprob is not None
+    )
+    if needs_both and max_adapters is not None and max_adapters < 2:
         warnings.append(
             f"The tenant may have {max_adapters} adapter at a time (max_adapters), so its canary's answers are not "
             "computed again under the stable adapter, and nothing is shadowed: the gate logprob and shadow steps "
@@ -460,7 +462,13 @@ def _describe(
             f"{stable.base_model.tokenizer_sha256[:12]}): prompts of the one mean nothing to the other.",
             param="canary",
         )
-    found = _difference(stable, canary, settings, max_adapters)
+    found = _difference(
+        stable,
+        canary,
+        settings,
+        has_shadows=any(step["kind"] == "shadow" for step in rollout.steps),
+        max_adapters=max_adapters,
+    )
     rollout.changes = found.changes
     rollout.gate = {
         "gates": settings.model_dump(),
