@@ -404,6 +404,8 @@ def _difference(
     for name in ("system_prompt", "sampling"):
         if (one.params.get(name) or None) != (two.params.get(name) or None):
             changes.append(name)
+    if "base_model" in changes and "engine_build" in changes:
+        changes.remove("engine_build")  # new weights come as a build of their own
     warnings = []
     if len(changes) > 1:
         warnings.append(
