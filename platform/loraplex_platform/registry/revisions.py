@@ -209,6 +209,35 @@ async def get_usable_version(
     return version
 
 
+async def check_book(
+    session: AsyncSession,
+    deployment: Deployment,
+    revision: DeploymentRevision,
+    field: str,
+    *,
+    is_operator: bool,
+) -> None:
+    """Old revisions name old books: to have one answer is to choose its book too.
+
+    Args:
+        deployment: whose current revision names the book that is chosen now.
+        field: by which the revision was asked for.
+        is_operator: who may choose.
+
+    Raises:
+        PermissionDeniedError: it names another book than the current revision, and not the operator asks.
+    """
+    if is_operator or deployment.current_revision_id is None:
+        return
+    current = await session.get_one(DeploymentRevision, deployment.current_revision_id)
+    if revision.price_book_id != current.price_book_id:
+        raise PermissionDeniedError(
+            f"{field}: revision {revision.number} has another price book than what answers now: only the operator "
+            "chooses it; make a revision with the same content and the current book (POST .../revisions).",
+            param=field,
+        )
+
+
 async def check_no_rollout(session: AsyncSession, deployment: Deployment) -> None:
     """What a rollout compares must stay as it is.
 

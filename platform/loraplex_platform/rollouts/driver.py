@@ -146,13 +146,12 @@ class RolloutDriver:
 
         async def work(session: AsyncSession) -> str | None:
             # The deployment before the rollout's row, as everybody does who may point it elsewhere.
-            await lock_deployment(session, deployment)
+            current = await lock_deployment(session, deployment)
             held = await queries.lock_as_seen(session, rollout.id, rollout.row_version)
             if held is None:
                 log.info("rollout_changed_meanwhile", rollout_id=str(rollout.id))
                 return None
             before = (held.state, held.step)
-            current = await session.get_one(Deployment, held.deployment_id, populate_existing=True)
             if current.archived_at is not None:
                 await end(session, held, SYSTEM, "aborted", "its deployment was archived")
             elif current.current_revision_id != held.stable_revision_id:
