@@ -60,9 +60,13 @@ async def _measure(database: Database, arguments: argparse.Namespace) -> None:
         rollout_id = uuid7()
         await _fill(database, rollout_id, count, arguments)
         times, decided = [], []
+        kept = (1, 1)
         for _ in range(arguments.rounds):
             began_s = time.perf_counter()
-            found = await looks.look(database.sessions, rollout_id, 0, "canary", plan)
+            found = await looks.look(
+                database.sessions, rollout_id, 0, "canary", plan, at_least=kept
+            )
+            kept = (found.stable.one_in, found.canary.one_in)
             looked_s = time.perf_counter()
             decision = plan.decide(found.observed)
             times.append(looked_s - began_s)
@@ -97,19 +101,16 @@ async def _fill(
 
 async def _show_plans(database: Database, rollout_id: UUID, found: looks.Look) -> None:
     values = {"rollout_id": rollout_id, "step": 0, "arm": "canary", "ours": []}
+    values |= {"ttft_quantile": 0.95, "itl_quantile": 0.95}
+    values |= {"most_stable": looks.MOST_REQUESTS + 1, "most_canary": looks.MOST_REQUESTS + 1}
     values["last_stable_key"] = looks.last_key(found.stable.one_in)
     values["last_canary_key"] = looks.last_key(found.canary.one_in)
-    bounds = dict.fromkeys(("stable_ttft", "canary_ttft", "stable_itl", "canary_itl"), 90)
-    for name, statement in looks.STATEMENTS["canary"].items():
-        print(f"\n{name}")
-        async with database.sessions() as session:
-            for setting in looks.SETTINGS:
-                await session.execute(setting)
-            rows = await session.execute(
-                text(f"explain (analyze, buffers) {statement.text}").bindparams(*looks.PARAMETERS),
-                values | (bounds if name == "tails" else {}),
-            )
-            print("\n".join(f"  {row[0]}" for row in rows))
+    sql = f"explain (analyze, buffers) {looks.STATEMENTS['canary'].text}"
+    async with database.sessions() as session:
+        for setting in looks.SETTINGS:
+            await session.execute(setting)
+        rows = await session.execute(text(sql).bindparams(*looks.PARAMETERS), values)
+        print("\n".join(f"  {row[0]}" for row in rows))
 
 
 def main() -> None:

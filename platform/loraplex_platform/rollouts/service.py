@@ -235,7 +235,7 @@ async def start(
     ):
         side = await queries.find_side(session, deployment.id, revision_id=revision_id)
         if side is not None:
-            _check_not_retired(side, field)
+            await _keep_usable(session, side, field)
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
@@ -380,7 +380,7 @@ async def roll_back(
         )
     stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
     assert stable is not None  # noqa: S101 # revisions are never deleted while a rollout names them
-    _check_not_retired(stable, "stable")
+    await _keep_usable(session, stable, "stable")
     await end(session, rollout, actor, "rolled_back", reason or "rolled back by hand")
     return rollout
 
@@ -513,14 +513,22 @@ async def _get_side(
         raise NotFoundError(
             f"No such revision of {deployment.public_name}: pass its number or id.", param=field
         )
-    _check_not_retired(side, field)
+    await _keep_usable(session, side, field)
     return side
 
 
-def _check_not_retired(side: Side, field: str) -> None:
-    if side.version_status == "retired":
+async def _keep_usable(session: AsyncSession, side: Side, field: str) -> None:
+    """Its adapter version is not retired until the transaction ends, and then the rollout is in the way."""
+    revision = side.revision
+    if revision.adapter_version_id is None or revision.tenant_id is None:
+        return
+    version = await registry.find_version(
+        session, revision.tenant_id, revision.adapter_version_id, to_use=True
+    )
+    if version is None or version.status != "ready":
         raise ConflictError(
-            f"{field}: the adapter version of revision {side.revision.number} is retired; choose another revision.",
+            f"{field}: the adapter version of revision {revision.number} is retired; choose another revision, or "
+            "unretire it.",
             param=field,
         )
 

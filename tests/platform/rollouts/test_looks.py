@@ -272,12 +272,16 @@ async def test_a_step_is_read_by_its_index_though_statistics_know_nothing_of_it(
         "ours": [],
         "last_stable_key": looks.last_key(2),
         "last_canary_key": looks.last_key(1),
+        "most_stable": 10,
+        "most_canary": 10,
+        "ttft_quantile": 0.95,
+        "itl_quantile": 0.95,
     }
     async with world.db.sessions() as session:
         for setting in looks.SETTINGS:
             await session.execute(setting)
-        sums = looks.STATEMENTS["canary"]["sums"].text
-        asked = text(f"explain (costs off) {sums}").bindparams(*looks.PARAMETERS)
+        sql = looks.STATEMENTS["canary"].text
+        asked = text(f"explain (costs off) {sql}").bindparams(*looks.PARAMETERS)
         plan = [row[0].strip() for row in await session.execute(asked, values)]
 
     assert not [line for line in plan if "Seq Scan" in line]
