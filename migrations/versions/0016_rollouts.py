@@ -191,7 +191,8 @@ ALTER TABLE requests
     DROP CONSTRAINT ck_requests_kind,
     ADD CONSTRAINT ck_requests_kind CHECK (kind in ('user', 'probe', 'shadow')) NOT VALID,
     ADD CONSTRAINT ck_requests_arm CHECK (arm in ('stable', 'canary', 'shadow', 'pinned')) NOT VALID;
-CREATE INDEX ix_requests_rollout_id ON requests (rollout_id, rollout_step) WHERE rollout_id is not null;
+CREATE INDEX ix_requests_rollout_id ON requests (rollout_id, rollout_step, arm, subject_key)
+    WHERE rollout_id is not null;
 ALTER TABLE ledger ADD COLUMN revision_id UUID;
 """
 

@@ -279,29 +279,6 @@ def differences(before: RevisionFacts, after: RevisionFacts) -> dict[str, tuple[
     }
 
 
-# What of `fields_of` is one thing to change, for those who warn of two at once.
-_KINDS: Mapping[str, str] = {
-    "base_model": "base_model",
-    "version_id": "adapter",
-    "digest": "adapter",
-    "engine_build_id": "engine_build",
-    "fingerprint": "engine_build",
-    "price_book_id": "price_book",
-    "params.system_prompt": "system_prompt",
-}
-
-
-def kinds_of_change(before: RevisionFacts, after: RevisionFacts) -> list[str]:
-    """Which things differ: some of base_model, adapter, engine_build, price_book, system_prompt, sampling.
-
-    New weights come as a build of their own, which is then no second thing.
-    """
-    kinds = {_KINDS.get(name, "sampling") for name in differences(before, after)}
-    if "base_model" in kinds:
-        kinds.discard("engine_build")
-    return sorted(kinds)
-
-
 async def _get_build(
     session: AsyncSession, base_model: BaseModel, build_id: str | None
 ) -> EngineBuild | None:

@@ -303,6 +303,7 @@ async def _metrics(sessions: SessionFactory, rollout: Rollout, step: int | None)
         share_bp=steps[number].share_bp,
         stable=stable,
         canary=canary,
+        sample=found.sample,
         verdict="none" if decision is None else decision.verdict,
         gates=[] if decision is None else [show_gate(result) for result in decision.results],
     )

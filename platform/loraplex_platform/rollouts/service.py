@@ -256,9 +256,12 @@ async def start(
         ("stable", rollout.stable_revision_id),
         ("canary", rollout.canary_revision_id),
     ):
-        revision = await session.get_one(DeploymentRevision, revision_id)
-        await _check_not_retired(session, revision, field)
-        await revisions.check_book(session, deployment, revision, field, is_operator=is_operator)
+        side = await queries.find_side(session, deployment.id, revision_id=revision_id)
+        assert side is not None  # noqa: S101 # revisions are never deleted while a rollout names them
+        await _keep_usable(session, side, field)
+        await revisions.check_book(
+            session, deployment, side.revision, field, is_operator=is_operator
+        )
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
@@ -418,9 +421,12 @@ async def roll_back(
         raise RolloutStateError(
             f"{deployment.public_name} was pointed elsewhere since: deploy the revision that you want."
         )
-    stable = await session.get_one(DeploymentRevision, rollout.stable_revision_id)
-    await _check_not_retired(session, stable, "stable")
-    await revisions.check_book(session, deployment, stable, "stable", is_operator=is_operator)
+    stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
+    assert stable is not None  # noqa: S101 # revisions are never deleted while a rollout names them
+    await _keep_usable(session, stable, "stable")
+    await revisions.check_book(
+        session, deployment, stable.revision, "stable", is_operator=is_operator
+    )
     await end(session, rollout, actor, "rolled_back", reason or "rolled back by hand")
     return rollout
 
@@ -440,6 +446,8 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     for name in ("system_prompt", "sampling"):
         if (one.params.get(name) or None) != (two.params.get(name) or None):
             changes.append(name)
+    if "base_model" in changes and "engine_build" in changes:
+        changes.remove("engine_build")  # new weights come as a build of their own
     warnings = []
     if len(changes) > 1:
         warnings.append(
@@ -563,14 +571,13 @@ async def _get_side(
         raise NotFoundError(
             f"No such revision of {deployment.public_name}: pass its number or id.", param=field
         )
-    await _check_not_retired(session, side.revision, field)
+    await _keep_usable(session, side, field)
     return side
 
 
-async def _check_not_retired(
-    session: AsyncSession, revision: DeploymentRevision, field: str
-) -> None:
-    """Nor can it be until the transaction ends."""
+async def _keep_usable(session: AsyncSession, side: Side, field: str) -> None:
+    """Its adapter version is not retired until the transaction ends, and then the rollout is in the way."""
+    revision = side.revision
     if revision.adapter_version_id is None or revision.tenant_id is None:
         return
     version = await registry.find_version(
@@ -578,7 +585,8 @@ async def _check_not_retired(
     )
     if version is None or version.status != "ready":
         raise ConflictError(
-            f"{field}: the adapter version of revision {revision.number} is retired; choose another revision.",
+            f"{field}: the adapter version of revision {revision.number} is retired; choose another revision, or "
+            "unretire it.",
             param=field,
         )
 
