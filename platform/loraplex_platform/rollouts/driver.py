@@ -62,6 +62,7 @@ COST_SHARE: Final = 0.05
 MOST_INTERVAL_S: Final = 30.0
 MAX_LOOKS_A_ROUND: Final = 1_000
 PATIENCE_S: Final = 10.0
+NOT_TAKEN_S: Final = 60.0  # workers look for evals every second or so, and run one after another
 _SHOWN_CASES: Final = 20
 # What a verdict has of one step alone.
 _OF_A_STEP: Final = (
@@ -148,13 +149,12 @@ class RolloutDriver:
 
         async def work(session: AsyncSession) -> str | None:
             # The deployment before the rollout's row, as everybody does who may point it elsewhere.
-            await lock_deployment(session, deployment)
+            current = await lock_deployment(session, deployment)
             held = await queries.lock_as_seen(session, rollout.id, rollout.row_version)
             if held is None:
                 log.info("rollout_changed_meanwhile", rollout_id=str(rollout.id))
                 return None
             before = (held.state, held.step)
-            current = await session.get_one(Deployment, held.deployment_id, populate_existing=True)
             if current.archived_at is not None:
                 await end(session, held, SYSTEM, "aborted", "its deployment was archived")
             elif current.current_revision_id != held.stable_revision_id:
@@ -288,7 +288,8 @@ class RolloutDriver:
             verdict["waits_for"] = "somebody's approval: promote it, or abort it"
             await _hold(session, held, verdict, "all steps are passed: it waits for approval")
         else:
-            reason = f"all {len(steps)} steps are passed"
+            count = len(steps)
+            reason = "its one step is passed" if count == 1 else f"all {count} steps are passed"
             await end(session, held, SYSTEM, "promoted", reason)
 
     async def _note_problem(
@@ -346,7 +347,7 @@ async def _offline(
     if run is None:
         return "failed", "its offline eval run is gone"
     if run.state in eval_queries.ACTIVE:
-        return "waits", f"its offline eval {known['run_id']} is {run.state}"
+        return "waits", await _told_if_not_taken(session, held, verdict, "offline", run)
     return await _ended(session, held, verdict, "offline", run)
 
 
@@ -362,7 +363,8 @@ async def _golden(
     if known is not None:
         run = await _run_of(session, known)
         if run is not None and run.state in eval_queries.ACTIVE:
-            return _of_step(known, held, f"its golden eval {known['run_id']} is {run.state}")
+            words = await _told_if_not_taken(session, held, verdict, "golden", run)
+            return _of_step(known, held, words)
         if known["state"] == "queued":
             words = "its golden eval run is gone"
             if run is None:
@@ -394,6 +396,18 @@ async def _golden(
         "passed_step": before.get("passed_step"),
     }
     return _of_step(verdict["golden"], held, "its golden eval is queued")
+
+
+async def _told_if_not_taken(
+    session: AsyncSession, held: Rollout, verdict: Json, name: SuiteName, run: EvalRun
+) -> str:
+    """Where a run is, in words; that nobody takes it is an event, for it would wait for ever."""
+    words = f"its {name} eval {format_id('eval_run', run.id)} is {run.state}"
+    now = await queries.now_of(session)
+    if run.state == "queued" and now - run.created_at > timedelta(seconds=NOT_TAKEN_S):
+        words += ": no worker takes it (does one run with LORAPLEX_MODEL_DIR?)"
+        await _hold(session, held, verdict, words)
+    return words
 
 
 def _of_step(golden: Json, held: Rollout, words: str) -> tuple[SuiteOutcome, str]:
