@@ -204,7 +204,9 @@ async def test_a_version_is_not_retired_while_a_rollout_comes_to_name_it(world: 
     path, _, _ = await _version_path(world, 1)
     async with world.db.sessions.begin() as session:
         wanted = NewRollout.model_validate(BODY)
-        made = await service.create(session, SYSTEM, world.customer.tenant_id, wanted)
+        made = await service.create(
+            session, SYSTEM, world.customer.tenant_id, wanted, is_operator=True
+        )
         retire = await _waits(world.db, world.stand.admin.post(f"{path}/retire"))
         rollout_id = made.id
     answer = await retire
