@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ConflictError, IdempotencyReuseError
+from loraplex_platform.errors import ConflictError, EngineUnavailableError, IdempotencyReuseError
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -82,6 +82,7 @@ from loraplex_platform.gateway.revision_choice import (
     may_call,
     unknown_model,
 )
+from loraplex_platform.gateway.routing import Replica
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tools import ToolPlan
@@ -423,6 +424,26 @@ class _Listener:
         self.pump.abandon()
 
 
+def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica]:
+    """The job and the replica to run it first.
+
+    Of a rollout's stable side the build that is tried is no choice. Where none else is ready, an answer by it
+    is better than none, but says nothing of either side: the request then counts for neither.
+
+    Raises:
+        EngineUnavailableError: there is none.
+    """
+    choose = gateway.router.choose
+    base_model, length = job.model.base_model, job.num_tokens
+    if job.builds == job.model.builds:
+        return job, choose(base_model, length, builds=job.builds)
+    try:
+        return job, choose(base_model, length, builds=job.builds)
+    except EngineUnavailableError:
+        replica = choose(base_model, length, builds=job.model.builds)
+        return replace(job, side=None, copies=None), replica
+
+
 async def run(
     request: Request,
     gateway: Gateway,
@@ -434,10 +455,10 @@ async def run(
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
-    builds = job.model.builds
+    job, replica = _place(gateway, job)
     pump = gateway.make_pump(
         job,
-        gateway.router.choose(job.model.base_model, job.num_tokens, builds=builds),
+        replica,
         metrics=gateway.metrics,
         on_closed=gateway.copying.note,
         gate=gate,
