@@ -143,7 +143,7 @@ async def test_a_rollout_that_has_not_begun_or_is_over_moves_nobody(
 ) -> None:
     deployed = await Deployed.make(stand)
     ended_at = None if state in ("draft", "evaluating") else datetime.now(UTC)
-    rollout_id = await deployed.roll_out(state="canary", weight_bp=10_000)
+    rollout_id = await deployed.roll_out(state="canary", shadow_bp=0, weight_bp=10_000)
     await rollouts.change_rollout(stand.db, rollout_id, state=state, weight_bp=0, ended_at=ended_at)
 
     answer = await deployed.ask()
@@ -636,7 +636,9 @@ async def test_a_canary_that_cannot_be_read_fails_only_its_own_subjects(stand: S
     stable = await deployed.ask()
     await rollouts.change_rollout(stand.db, rollout_id, state="shadow", shadow_bp=10_000)
     shadowed = await deployed.ask()
-    await rollouts.change_rollout(stand.db, rollout_id, state="canary", weight_bp=10_000)
+    await rollouts.change_rollout(
+        stand.db, rollout_id, state="canary", shadow_bp=0, weight_bp=10_000
+    )
     canary = await deployed.ask()
     await rollouts.add_pin(stand.db, stand.customer.tenant_id, deployed.id, deployed.stable_id)
     pinned = await deployed.ask()
