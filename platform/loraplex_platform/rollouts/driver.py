@@ -225,12 +225,14 @@ class RolloutDriver:
             await end(session, held, SYSTEM, "aborted", decision.summary, detail)
             return
         golden = settings_of(held).golden
+        golden_waits = None
         if golden is not None:
             outcome, words = await _golden(session, held, verdict, golden)
             if outcome == "failed":
                 held.verdict = verdict
                 await end(session, held, SYSTEM, "aborted", words, {"golden": verdict["golden"]})
                 return
+            golden_waits = words if outcome == "waits" else None
         if decision is not None and decision.verdict != before.get("verdict", "inconclusive"):
             await note(
                 session,
@@ -240,11 +242,16 @@ class RolloutDriver:
                 decision.summary,
                 {"step": held.step, "verdict": decision.verdict, "gates": _decisive(decision)},
             )
-        await self._advance(session, held, seen, verdict)
+        await self._advance(session, held, seen, verdict, golden_waits)
         held.verdict = verdict
 
     async def _advance(
-        self, session: AsyncSession, held: Rollout, seen: _Seen, verdict: Json
+        self,
+        session: AsyncSession,
+        held: Rollout,
+        seen: _Seen,
+        verdict: Json,
+        golden_waits: str | None,
     ) -> None:
         steps = steps_of(held)
         now = await queries.now_of(session)
@@ -252,19 +259,20 @@ class RolloutDriver:
         left = held.step_began_at + timedelta(seconds=steps[held.step].hold_s) - now
         is_last = held.step + 1 == len(steps)
         verdict["waits_for"] = None
-        problem = None if is_last else seen.problem
-        if left <= timedelta(0):
-            await self._note_problem(session, held, verdict, problem)
+        await self._note_problem(session, held, verdict, seen.problem)
         if left > timedelta(0):
             verdict["waits_for"] = f"its step's time: {math.ceil(left.total_seconds())} s are left"
         elif seen.decision is not None and seen.decision.verdict != "pass":
             why = f"the gates cannot tell yet: {seen.decision.summary.partition(': ')[2]}"
             verdict["waits_for"] = why
             await _hold(session, held, verdict, why, key="inconclusive")
+        elif golden_waits is not None:
+            verdict["waits_for"] = golden_waits
         elif held.is_paused:
             verdict["waits_for"] = "it is paused"
-        elif problem is not None:
-            verdict["waits_for"] = problem
+        elif seen.problem is not None:
+            # Least of all the last step: promoted, it would be everybody's problem.
+            verdict["waits_for"] = seen.problem
         elif not is_last:
             await self._enter(session, held, verdict, held.step + 1)
         elif is_approved_by_hand(held):
@@ -336,25 +344,51 @@ async def _offline(
 async def _golden(
     session: AsyncSession, held: Rollout, verdict: Json, wanted: GoldenSettings
 ) -> tuple[SuiteOutcome, str]:
-    """The last run's outcome; the next one is queued when it is time, and the last has ended."""
+    """What its runs say: one after another is asked, and a step is passed by one that was asked in it.
+
+    One that could not be asked, or ended in an error or out of time, decides nothing: it is asked again, and
+    until one has passed the step waits.
+    """
     known: Json | None = verdict.get("golden")
     if known is not None:
         run = await _run_of(session, known)
         if run is not None and run.state in eval_queries.ACTIVE:
-            return "waits", ""
-        if run is not None and known["state"] == "queued":
-            outcome, words = await _ended(session, held, verdict, "golden", run)
-            if outcome == "failed" and run.state == "failed":
-                return outcome, words
+            return _of_step(known, held, f"its golden eval {known['run_id']} is {run.state}")
+        if known["state"] == "queued":
+            words = "its golden eval run is gone"
+            if run is None:
+                verdict["golden"] = {**known, "state": "gone"}
+            else:
+                _, words = await _ended(session, held, verdict, "golden", run)
+                if run.state == "failed":
+                    return "failed", words
+            known = verdict["golden"]
+            has_passed = known["state"] == "passed"
+            known["passed_step"] = known["step"] if has_passed else None
+            if not has_passed:
+                await _hold(session, held, verdict, f"{words}: it will be asked again")
         now = await queries.now_of(session)
-        asked_at = datetime.fromisoformat(known["asked_at"])
-        if now - asked_at < timedelta(seconds=wanted.every_s):
-            return "passed", ""
+        since = now - datetime.fromisoformat(known["asked_at"])
+        if since < timedelta(seconds=wanted.every_s) and known["step"] == held.step:
+            words = f"its golden eval {known['run_id']} ended as {known['state']}"
+            return _of_step(known, held, f"{words}: it will be asked again")
     try:
-        verdict["golden"] = await _queue(session, held, "golden", wanted)
+        queued = await _queue(session, held, "golden", wanted)
     except PlatformError as error:
-        await _hold(session, held, verdict, f"its golden prompts cannot be asked: {error.message}")
-    return "waits", ""
+        words = f"its golden prompts cannot be asked: {error.message}"
+        await _hold(session, held, verdict, words)
+        return "waits", words
+    before = known or {}
+    verdict["golden"] = queued | {
+        "step": held.step,
+        "was": before.get("state"),
+        "passed_step": before.get("passed_step"),
+    }
+    return _of_step(verdict["golden"], held, "its golden eval is queued")
+
+
+def _of_step(golden: Json, held: Rollout, words: str) -> tuple[SuiteOutcome, str]:
+    return ("passed", "") if golden["passed_step"] == held.step else ("waits", words)
 
 
 async def _queue(
