@@ -424,24 +424,29 @@ class _Listener:
         self.pump.abandon()
 
 
-def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica]:
-    """The job and the replica to run it first.
+def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica | EngineUnavailableError]:
+    """The job and who runs it first.
 
     Of a rollout's stable side the build that is tried is no choice. Where none else is ready, an answer by it
-    is better than none, but says nothing of either side: the request then counts for neither.
+    is better than none, but says nothing of either side: the request then counts for neither. Of a rollout's
+    request the refusal goes to the books as well: a canary that nobody can run must count as one that fails,
+    or its subjects would be refused for as long as nobody looks.
 
     Raises:
-        EngineUnavailableError: there is none.
+        EngineUnavailableError: nobody, and it is in no rollout.
     """
     choose = gateway.router.choose
     base_model, length = job.model.base_model, job.num_tokens
-    if job.builds == job.model.builds:
-        return job, choose(base_model, length, builds=job.builds)
     try:
         return job, choose(base_model, length, builds=job.builds)
-    except EngineUnavailableError:
-        replica = choose(base_model, length, builds=job.model.builds)
-        return replace(job, side=None, copies=None), replica
+    except EngineUnavailableError as error:
+        if job.side is None or job.side.rollout_id is None:
+            raise
+        if job.builds != job.model.builds:
+            with contextlib.suppress(EngineUnavailableError):
+                stand_in = choose(base_model, length, builds=job.model.builds)
+                return replace(job, side=None, copies=None), stand_in
+        return job, error
 
 
 async def run(
@@ -470,7 +475,7 @@ async def run(
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
             raise first.error
-        fingerprint = pump.replica.fingerprint
+        fingerprint = pump.fingerprint
         if isinstance(first, Started):
             fingerprint = first.model_fingerprint
         revision = format_id("deployment_revision", job.model.revision.id)

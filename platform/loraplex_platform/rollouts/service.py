@@ -18,11 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.etag import check_version
-from loraplex_platform.db import Deployment, Rollout
+from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
 from loraplex_platform.registry import queries as registry
+from loraplex_platform.registry import revisions
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.gates import GateSettings
@@ -93,13 +94,22 @@ async def of_deployment(
 
 
 async def create(
-    session: AsyncSession, actor: Actor, tenant_id: UUID | None, wanted: NewRollout
+    session: AsyncSession,
+    actor: Actor,
+    tenant_id: UUID | None,
+    wanted: NewRollout,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """A draft. Nothing is sent anywhere before it is started.
+
+    Args:
+        is_operator: may roll out another price book.
 
     Raises:
         NotFoundError: no such deployment, revision, suite or version of it.
         InvalidRequestError: the two revisions are one; or a suite's tenant is missing.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         ConflictError: the canary's adapter version is retired.
     """
     deployment = await _get_deployment(session, tenant_id, wanted.deployment)
@@ -107,6 +117,9 @@ async def create(
         session, deployment, wanted.stable, "stable", default=deployment.current_revision_id
     )
     canary = await _get_side(session, deployment, wanted.canary, "canary")
+    await revisions.check_book(
+        session, deployment, canary.revision, "canary", is_operator=is_operator
+    )
     settings = await _with_suites(session, tenant_id, wanted.gate)
     rollout = Rollout(
         id=uuid7(),
@@ -120,7 +133,7 @@ async def create(
         salt=secrets.token_bytes(16),
         created_by=name_of(actor),
     )
-    _describe(rollout, stable, canary, settings, wanted.promotion)
+    _describe(rollout, deployment, stable, canary, settings, wanted.promotion)
     session.add(rollout)
     await session.flush()
     await session.refresh(rollout)
@@ -145,11 +158,17 @@ async def change(
     rollout_id: str,
     wanted: RolloutChange,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Change a draft.
 
+    Args:
+        is_operator: may roll out another price book.
+
     Raises:
         NotFoundError: there is none, or no such revision or suite.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         RolloutStateError: it is no draft any more.
         VersionConflictError: it has changed since `version`.
     """
@@ -171,6 +190,9 @@ async def change(
     canary = await _get_side(
         session, deployment, wanted.canary, "canary", default=rollout.canary_revision_id
     )
+    await revisions.check_book(
+        session, deployment, canary.revision, "canary", is_operator=is_operator
+    )
     if wanted.steps is not None:
         rollout.steps = [step.model_dump() for step in wanted.steps]
     if wanted.sticky_by is not None:
@@ -178,7 +200,7 @@ async def change(
     rollout.stable_revision_id = stable.revision.id
     rollout.canary_revision_id = canary.revision.id
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    _describe(rollout, stable, canary, settings, wanted.promotion or promotion)
+    _describe(rollout, deployment, stable, canary, settings, wanted.promotion or promotion)
     after = _shown(rollout, stable.revision.number, canary.revision.number)
     changed = [field for field in before if before[field] != after[field]]
     if changed:
@@ -205,11 +227,19 @@ async def start(
     tenant_id: UUID | None,
     rollout_id: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Begin: the worker has the canary judged and loaded, then begins the first step.
 
+    What it does by itself from then on, to the promotion, it does for whoever started it.
+
+    Args:
+        is_operator: may roll out another price book.
+
     Raises:
         NotFoundError: there is none.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         RolloutStateError: it is no draft, or what answers now is not its stable revision.
         RolloutActiveError: another one of the deployment is under way.
         VersionConflictError: it has changed since `version`.
@@ -219,23 +249,19 @@ async def start(
     _check_state(rollout, ("draft",), "start")
     if deployment.archived_at is not None:
         raise RolloutStateError("Its deployment is archived; make one of a live deployment.")
-    if deployment.current_revision_id != rollout.stable_revision_id:
-        current = await queries.find_side(
-            session, deployment.id, revision_id=deployment.current_revision_id
-        )
-        number = "another one" if current is None else f"revision {current.revision.number}"
-        raise RolloutStateError(
-            f"{deployment.public_name} answers with {number} now, which is not this rollout's stable revision: "
-            "change `stable` of the draft, or make a new one.",
-            param="stable",
-        )
+    await _check_stable_answers(
+        session, rollout, deployment, "change `stable` of the draft, or make a new one"
+    )
     for field, revision_id in (
         ("stable", rollout.stable_revision_id),
         ("canary", rollout.canary_revision_id),
     ):
         side = await queries.find_side(session, deployment.id, revision_id=revision_id)
-        if side is not None:
-            _check_not_retired(side, field)
+        assert side is not None  # noqa: S101 # revisions are never deleted while a rollout names them
+        await _keep_usable(session, side, field)
+        await revisions.check_book(
+            session, deployment, side.revision, field, is_operator=is_operator
+        )
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
@@ -303,17 +329,26 @@ async def promote(
     rollout_id: str,
     reason: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Have the canary answer everything now, whatever steps are left and gates say.
 
+    Args:
+        is_operator: may promote another price book.
+
     Raises:
         NotFoundError: there is none.
-        RolloutStateError: it is not under way.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
+        RolloutStateError: it is not under way, or what answers now is not its stable revision.
         VersionConflictError: it has changed since `version`.
     """
-    rollout, _ = await _lock(session, tenant_id, rollout_id)
+    rollout, deployment = await _lock(session, tenant_id, rollout_id)
     _check_version(rollout, version, "promoted")
     _check_state(rollout, ACTIVE, "promote")
+    await _check_stable_answers(session, rollout, deployment, "abort it, and make a new one")
+    canary = await session.get_one(DeploymentRevision, rollout.canary_revision_id)
+    await revisions.check_book(session, deployment, canary, "canary", is_operator=is_operator)
     left = len(rollout.steps) - rollout.step - (rollout.state != "evaluating")
     detail = {"state": rollout.state, "step": rollout.step, "steps_left": left}
     await end(session, rollout, actor, "promoted", reason or "promoted by hand", detail)
@@ -351,11 +386,19 @@ async def roll_back(
     rollout_id: str,
     reason: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Undo the deployment's last promotion: adapter, engine build, parameters and price book as before it.
 
+    An alias that it followed before is not followed again: it may name something else by now.
+
+    Args:
+        is_operator: may go back to another price book.
+
     Raises:
         NotFoundError: there is none.
+        PermissionDeniedError: stable has another price book than what answers, and not the operator asks.
         RolloutStateError: it is not the last promoted one, or its canary does not answer any more.
         RolloutActiveError: another one of the deployment is under way.
         VersionConflictError: it has changed since `version`.
@@ -380,7 +423,10 @@ async def roll_back(
         )
     stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
     assert stable is not None  # noqa: S101 # revisions are never deleted while a rollout names them
-    _check_not_retired(stable, "stable")
+    await _keep_usable(session, stable, "stable")
+    await revisions.check_book(
+        session, deployment, stable.revision, "stable", is_operator=is_operator
+    )
     await end(session, rollout, actor, "rolled_back", reason or "rolled back by hand")
     return rollout
 
@@ -400,6 +446,8 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     for name in ("system_prompt", "sampling"):
         if (one.params.get(name) or None) != (two.params.get(name) or None):
             changes.append(name)
+    if "base_model" in changes and "engine_build" in changes:
+        changes.remove("engine_build")  # new weights come as a build of their own
     warnings = []
     if len(changes) > 1:
         warnings.append(
@@ -422,7 +470,12 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
 
 
 def _describe(
-    rollout: Rollout, stable: Side, canary: Side, settings: GateSettings, promotion: str
+    rollout: Rollout,
+    deployment: Deployment,
+    stable: Side,
+    canary: Side,
+    settings: GateSettings,
+    promotion: str,
 ) -> None:
     """What follows from the two revisions and the settings."""
     if stable.revision.id == canary.revision.id:
@@ -438,6 +491,11 @@ def _describe(
             param="canary",
         )
     found = _difference(stable, canary, settings)
+    if deployment.followed_alias is not None and "adapter" in found.changes:
+        found.warnings.append(
+            f"{deployment.public_name} follows the alias {deployment.followed_alias}: promoted to another version than "
+            "that names, it stops following it."
+        )
     rollout.changes = found.changes
     rollout.gate = {
         "gates": settings.model_dump(),
@@ -513,16 +571,39 @@ async def _get_side(
         raise NotFoundError(
             f"No such revision of {deployment.public_name}: pass its number or id.", param=field
         )
-    _check_not_retired(side, field)
+    await _keep_usable(session, side, field)
     return side
 
 
-def _check_not_retired(side: Side, field: str) -> None:
-    if side.version_status == "retired":
+async def _keep_usable(session: AsyncSession, side: Side, field: str) -> None:
+    """Its adapter version is not retired until the transaction ends, and then the rollout is in the way."""
+    revision = side.revision
+    if revision.adapter_version_id is None or revision.tenant_id is None:
+        return
+    version = await registry.find_version(
+        session, revision.tenant_id, revision.adapter_version_id, to_use=True
+    )
+    if version is None or version.status != "ready":
         raise ConflictError(
-            f"{field}: the adapter version of revision {side.revision.number} is retired; choose another revision.",
+            f"{field}: the adapter version of revision {revision.number} is retired; choose another revision, or "
+            "unretire it.",
             param=field,
         )
+
+
+async def _check_stable_answers(
+    session: AsyncSession, rollout: Rollout, deployment: Deployment, remedy: str
+) -> None:
+    if deployment.current_revision_id == rollout.stable_revision_id:
+        return
+    current = await queries.find_side(
+        session, deployment.id, revision_id=deployment.current_revision_id
+    )
+    number = "another one" if current is None else f"revision {current.revision.number}"
+    raise RolloutStateError(
+        f"{deployment.public_name} answers with {number} now, which is not this rollout's stable revision: {remedy}.",
+        param="stable",
+    )
 
 
 async def _lock(
@@ -532,7 +613,6 @@ async def _lock(
     seen = await get(session, tenant_id, rollout_id)
     deployment = await session.get_one(Deployment, seen.deployment_id)
     await lock_deployment(session, deployment)
-    await session.refresh(deployment)
     return await get(session, tenant_id, rollout_id, for_update=True), deployment
 
 
