@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -466,6 +466,27 @@ class _Listener:
         self.pump.abandon()
 
 
+def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica]:
+    """The job and who runs it first.
+
+    Of a rollout's stable side the build that is tried is no choice. Where none else is ready, an answer by it
+    is better than none, but says nothing of either side: the request then counts for neither.
+
+    Raises:
+        EngineUnavailableError: nobody.
+    """
+    choose = gateway.router.choose
+    base_model, length = job.model.base_model, job.num_tokens
+    try:
+        return job, choose(base_model, length, builds=job.builds)
+    except EngineUnavailableError:
+        if job.builds != job.model.builds:
+            with contextlib.suppress(EngineUnavailableError):
+                stand_in = choose(base_model, length, builds=job.model.builds)
+                return replace(job, side=None, copies=None), stand_in
+        raise
+
+
 async def run(
     request: Request,
     gateway: Gateway,
@@ -479,9 +500,7 @@ async def run(
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
     try:
-        replica = gateway.router.choose(
-            job.model.base_model, job.num_tokens, builds=job.model.builds
-        )
+        job, replica = _place(gateway, job)
     except EngineUnavailableError as error:
         if on_unserved is not None:
             on_unserved(error)

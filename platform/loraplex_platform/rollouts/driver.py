@@ -136,11 +136,13 @@ class RolloutDriver:
     async def _attend(self, rollout: Rollout) -> None:
         async with self.sessions() as session:
             deployment = await session.get_one(Deployment, rollout.deployment_id)
-            canary = await queries.find_side(
-                session, rollout.deployment_id, revision_id=rollout.canary_revision_id
-            )
-        assert canary is not None  # noqa: S101 # a key of the table
+            stable, canary = [
+                await queries.find_side(session, rollout.deployment_id, revision_id=id_)
+                for id_ in (rollout.stable_revision_id, rollout.canary_revision_id)
+            ]
+        assert stable is not None and canary is not None  # noqa: PT018, S101 # keys of the table
         problem = self.fleet.problem(canary, deployment.public_name)
+        problem = problem or self.fleet.stable_problem(stable, canary)
         act = self._evaluate
         seen = _Seen(rollout, canary, problem)
         if rollout.state != "evaluating":
