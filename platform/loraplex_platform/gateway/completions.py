@@ -88,6 +88,7 @@ from loraplex_platform.gateway.revision_choice import (
     may_call,
     unknown_model,
 )
+from loraplex_platform.gateway.routing import Replica
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tools import ToolPlan
