@@ -16,18 +16,18 @@ from sqlalchemy import Select, func
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.audit.service import Actor
+from loraplex_platform.audit.service import Actor, name_of
 from loraplex_platform.control.etag import check_version
 from loraplex_platform.db import Deployment, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
-from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
+from loraplex_platform.ids import format_id, parse_id_or_none, uuid7
 from loraplex_platform.registry import queries as registry
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.gates import GateSettings
 from loraplex_platform.rollouts.queries import Side
-from loraplex_platform.rollouts.records import ACTIVE, EventKind, State, name_of
+from loraplex_platform.rollouts.records import ACTIVE, EventKind, State
 from loraplex_platform.rollouts.schemas import (
     NewRollout,
     RolloutChange,
@@ -68,7 +68,7 @@ async def get(
     Raises:
         NotFoundError: there is none.
     """
-    wanted = _parse("rollout", rollout_id)
+    wanted = parse_id_or_none("rollout", rollout_id)
     rollout = None
     if wanted is not None:
         rollout = await queries.find(session, tenant_id, wanted, for_update=for_update)
@@ -455,7 +455,9 @@ async def _with_suites(
         field = f"gate.{name}"
         payer = tenant_id
         if tenant_id is None:
-            payer = None if wanted.tenant_id is None else _parse("tenant", wanted.tenant_id)
+            payer = (
+                None if wanted.tenant_id is None else parse_id_or_none("tenant", wanted.tenant_id)
+            )
             if payer is None or await tenancy.find_tenant(session, payer) is None:
                 raise InvalidRequestError(
                     f"{field}.tenant_id: name the tenant in whose books the run is (it is not billed): the "
@@ -480,7 +482,7 @@ async def _with_suites(
 
 
 async def _get_deployment(session: AsyncSession, tenant_id: UUID | None, wanted: str) -> Deployment:
-    deployment_id = _parse("deployment", wanted)
+    deployment_id = parse_id_or_none("deployment", wanted)
     found = await queries.find_deployment(
         session, tenant_id, name=wanted, deployment_id=deployment_id
     )
@@ -505,7 +507,7 @@ async def _get_side(
         if number < 2**31:
             side = await queries.find_side(session, deployment.id, number=number)
     else:
-        revision_id = _parse("deployment_revision", wanted)
+        revision_id = parse_id_or_none("deployment_revision", wanted)
         side = None
         if revision_id is not None:
             side = await queries.find_side(session, deployment.id, revision_id=revision_id)
@@ -581,10 +583,3 @@ def _shown(rollout: Rollout, stable: int, canary: int) -> dict[str, Any]:
         "promotion": rollout.gate["promotion"],
         "gate": rollout.gate["gates"],
     }
-
-
-def _parse(kind: str, text: str) -> UUID | None:
-    try:
-        return parse_id(kind, text)
-    except MalformedIdError:
-        return None
