@@ -104,7 +104,11 @@ class NewRollout(Body):
         description="Shadows first, then canaries of growing weights.",
     )
     sticky_by: StickyBy = Field(
-        default="key", description="Who stays with one side: see the user's guide."
+        default="user",
+        description="Who stays with one side. tenant; key; user: `safety_identifier`, else `user`; conversation: the "
+        "header `x-loraplex-conversation-id`, else `metadata.conversation_id`, else how it began. A request that "
+        "names none of the last two goes by its key. Few subjects are on one side all together, and the gates "
+        "cannot compare: choose user or conversation where a tenant has few keys.",
     )
     promotion: Promotion = Field(
         default="automatic", description="approval: after the last step somebody has to promote."

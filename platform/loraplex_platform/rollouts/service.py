@@ -25,6 +25,7 @@ from loraplex_platform.ids import format_id, parse_id_or_none, uuid7
 from loraplex_platform.registry import queries as registry
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
+from loraplex_platform.rollouts.evidence import MIN_EQUAL_SUBJECTS
 from loraplex_platform.rollouts.gates import GateSettings
 from loraplex_platform.rollouts.queries import Side
 from loraplex_platform.rollouts.records import ACTIVE, EventKind, State
@@ -120,7 +121,7 @@ async def create(
         salt=secrets.token_bytes(16),
         created_by=name_of(actor),
     )
-    _describe(rollout, stable, canary, settings, wanted.promotion)
+    await _describe(session, rollout, stable, canary, settings, wanted.promotion)
     session.add(rollout)
     await session.flush()
     await session.refresh(rollout)
@@ -178,7 +179,7 @@ async def change(
     rollout.stable_revision_id = stable.revision.id
     rollout.canary_revision_id = canary.revision.id
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    _describe(rollout, stable, canary, settings, wanted.promotion or promotion)
+    await _describe(session, rollout, stable, canary, settings, wanted.promotion or promotion)
     after = _shown(rollout, stable.revision.number, canary.revision.number)
     changed = [field for field in before if before[field] != after[field]]
     if changed:
@@ -229,16 +230,18 @@ async def start(
             "change `stable` of the draft, or make a new one.",
             param="stable",
         )
-    for field, revision_id in (
-        ("stable", rollout.stable_revision_id),
-        ("canary", rollout.canary_revision_id),
-    ):
-        side = await queries.find_side(session, deployment.id, revision_id=revision_id)
-        if side is not None:
-            _check_not_retired(side, field)
+    stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
+    canary = await queries.find_side(session, deployment.id, revision_id=rollout.canary_revision_id)
+    assert stable is not None and canary is not None  # noqa: PT018, S101 # a rollout keeps its revisions
+    _check_not_retired(stable, "stable")
+    _check_not_retired(canary, "canary")
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
+    # Keys come and go while it is a draft: what is unwise is said of how things are now.
+    known = rollout.gate["warnings"]
+    promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
+    await _describe(session, rollout, stable, canary, settings_of(rollout), promotion)
     before = facts_of(rollout)
     rollout.state = "evaluating"
     rollout.started_at = func.now()
@@ -263,6 +266,9 @@ async def start(
         else "started: the canary is loaded first",
         before=before,
     )
+    for warning in rollout.gate["warnings"]:
+        if warning not in known:
+            await note(session, rollout, actor, "warning", warning)
     return rollout
 
 
@@ -421,8 +427,34 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     return _Difference(changes, warnings)
 
 
-def _describe(
-    rollout: Rollout, stable: Side, canary: Side, settings: GateSettings, promotion: str
+async def _few_subjects(
+    session: AsyncSession, rollout: Rollout, settings: GateSettings
+) -> str | None:
+    """Why the gates will never tell, in words; None: there are subjects enough, or nobody can count them."""
+    if rollout.sticky_by not in ("tenant", "key") or not settings.gates("canary"):
+        return None
+    owner = rollout.tenant_id
+    if rollout.sticky_by == "key":
+        count = await tenancy.count_live_keys(session, owner)
+    else:
+        count = 1 if owner is not None else await tenancy.count_active_tenants(session)
+    if count >= MIN_EQUAL_SUBJECTS:
+        return None
+    noun = rollout.sticky_by if count == 1 else f"{rollout.sticky_by}s"
+    return (
+        f"sticky_by is {rollout.sticky_by}, and there {'is' if count == 1 else 'are'} {count} {noun}: under about "
+        f"{MIN_EQUAL_SUBJECTS:.0f} subjects a weight is not that share of the requests, one side may have none, and "
+        "the gates hold. Choose user or conversation."
+    )
+
+
+async def _describe(
+    session: AsyncSession,
+    rollout: Rollout,
+    stable: Side,
+    canary: Side,
+    settings: GateSettings,
+    promotion: str,
 ) -> None:
     """What follows from the two revisions and the settings."""
     if stable.revision.id == canary.revision.id:
@@ -438,6 +470,9 @@ def _describe(
             param="canary",
         )
     found = _difference(stable, canary, settings)
+    few = await _few_subjects(session, rollout, settings)
+    if few is not None:
+        found.warnings.append(few)
     rollout.changes = found.changes
     rollout.gate = {
         "gates": settings.model_dump(),
