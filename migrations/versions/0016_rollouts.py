@@ -191,7 +191,8 @@ ALTER TABLE requests
     DROP CONSTRAINT ck_requests_kind,
     ADD CONSTRAINT ck_requests_kind CHECK (kind in ('user', 'probe', 'shadow')) NOT VALID,
     ADD CONSTRAINT ck_requests_arm CHECK (arm in ('stable', 'canary', 'shadow', 'pinned')) NOT VALID;
-CREATE INDEX ix_requests_rollout_id ON requests (rollout_id, rollout_step) WHERE rollout_id is not null;
+CREATE INDEX ix_requests_rollout_id ON requests (rollout_id, rollout_step, arm, subject_key)
+    WHERE rollout_id is not null;
 ALTER TABLE ledger ADD COLUMN revision_id UUID;
 """
 
@@ -307,10 +308,9 @@ SELECT loraplex_guard_tenant_table('rollouts');
 SELECT loraplex_guard_tenant_table('rollout_events');
 SELECT loraplex_guard_tenant_table('resident_adapters');
 
--- What runs is nobody's secret, and the platform's own deployment is everybody's.
+-- What runs is nobody's secret. The platform's own rollouts are: their salt tells whom they fall on, their
+-- verdicts how all tenants fare.
 GRANT SELECT ON engine_builds TO loraplex_tenant;
-CREATE POLICY platforms_own ON rollouts FOR SELECT TO loraplex_tenant USING (tenant_id IS NULL);
-CREATE POLICY platforms_own ON rollout_events FOR SELECT TO loraplex_tenant USING (tenant_id IS NULL);
 
 GRANT INSERT, UPDATE, DELETE ON adapter_aliases, pins TO loraplex_tenant;
 GRANT INSERT, UPDATE ON rollouts TO loraplex_tenant;

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
@@ -29,24 +31,53 @@ async def engine_process(
     folder: Path, model: Path, redis_url: str, *flags: str
 ) -> AsyncIterator[str]:
     """A running engine; its address. It must end well."""
+    async with start_engine(folder, model, redis_url, *flags) as engine:
+        yield engine.address
+        assert engine.process.returncode is None, engine.last_words
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine's process. Started again in the same folder it has the same journal."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    log: Path
+
+    @property
+    def last_words(self) -> str:
+        return self.log.read_text()[-3_000:]
+
+    async def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def start_engine(
+    folder: Path, model: Path, redis_url: str, *flags: str, replica_id: str = REPLICA
+) -> AsyncIterator[RunningEngine]:
+    """A running engine that must end well, unless it was killed."""
+    await asyncio.to_thread(folder.mkdir, mode=0o700, exist_ok=True)
     address = f"ipc://{folder}/engine.sock"
     log = folder / "engine.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loraplex_engine.server"),
-            *("--model-dir", str(model), "--base-model", BASE, "--replica-id", REPLICA),
+            *("--model-dir", str(model), "--base-model", BASE, "--replica-id", replica_id),
             *("--address", address, "--journal-dir", str(folder / "journal")),
             *("--redis-url", redis_url, "--num-threads", "1", "--die-with-parent", *flags),
             stdout=output,
             stderr=output,
         )
+    engine = RunningEngine(process, address, log)
     try:
-        yield address
-        assert process.returncode is None, log.read_text()[-3_000:]
+        yield engine
     finally:
         if process.returncode is None:
             process.terminate()
-        assert await process.wait() == 0, log.read_text()[-3_000:]
+        assert await process.wait() in (0, -signal.SIGKILL), engine.last_words
 
 
 async def check_quiet(

@@ -598,6 +598,8 @@ def _view(found: dict[str, Any], metrics: dict[str, Any] | None) -> RenderableTy
                 label, *(_figure(metrics[side][field], form) for side in ("stable", "canary"))
             )
         parts.append(sides)
+        if metrics["sample"]:
+            parts.append(f"All of it {metrics['sample']}.")
         gates = _table("gate", "says", "")
         for gate in metrics["gates"]:
             colour = {"pass": "green", "fail": "red"}.get(gate["verdict"], "yellow")

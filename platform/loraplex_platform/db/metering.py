@@ -41,6 +41,8 @@ class Request(Base):
             "ix_requests_rollout_id",
             "rollout_id",
             "rollout_step",
+            "arm",
+            "subject_key",
             postgresql_where=text("rollout_id is not null"),
         ),
         Index(

@@ -118,7 +118,8 @@ class EngineFleet:
             replica.client.prefetch(digest)
 
     async def set_pin(self, digest: str, *, is_wanted: bool) -> list[PinOutcome]:
-        """Have every replica that is known now keep an adapter in memory, or let it go; by replica id.
+        """Have every replica that is known now keep an adapter in memory, or let it go; by replica id. What a
+        replica's own flag (`--pin-adapter`) pins it keeps.
 
         The worker tells those that start later, or again: see residency.py.
         """
@@ -204,7 +205,13 @@ def _rates(samples: deque[Sample]) -> Rates:
 async def _set_pin(replica: Replica, digest: str, is_wanted: bool) -> PinOutcome:
     client, replica_id = replica.client, replica.record.replica_id
     try:
-        pinned = await (client.pin if is_wanted else client.unpin)(digest, PIN_TIMEOUT_S)
+        if is_wanted:
+            pinned = await client.pin(digest, PIN_TIMEOUT_S)
+        else:
+            stats = await client.stats(STATS_TIMEOUT_S)
+            if digest in (stats.adapters_pinned_at_start or ()):
+                return PinOutcome(replica_id, stats.adapters_pinned)
+            pinned = await client.unpin(digest, PIN_TIMEOUT_S)
     except EnginePinRefusedError as error:
         return PinOutcome(replica_id, None, error.code, str(error))
     except EngineLostError as error:

@@ -13,11 +13,14 @@ class BuildRule:
         only: no other fingerprint; None: any build of the base.
         never: that of a rollout which is under way: it answers those whom the rollout gives it.
         rather_not: of rollouts that were given up: only while nothing else is ready.
+        weights: the base model's revision. Replicas with other weights of that name (new ones, of which nobody
+            has made a revision yet) only while nothing else is ready: as after weights were replaced in place.
     """
 
     only: str | None = None
     never: str | None = None
     rather_not: tuple[str, ...] = ()
+    weights: str | None = None
 
     def allows(self, fingerprint: str) -> bool:
         """Whether that build may run it."""

@@ -21,7 +21,11 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ConflictError, IdempotencyReuseError
+from loraplex_platform.errors import (
+    ConflictError,
+    EngineUnavailableError,
+    IdempotencyReuseError,
+)
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -82,6 +86,7 @@ from loraplex_platform.gateway.revision_choice import (
     may_call,
     unknown_model,
 )
+from loraplex_platform.gateway.routing import Replica
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tools import ToolPlan
@@ -423,6 +428,22 @@ class _Listener:
         self.pump.abandon()
 
 
+def _find_replica(gateway: Gateway, job: Job) -> Replica | EngineUnavailableError:
+    """Who runs it. Of a rollout's request the refusal goes to the books as well: a canary that nobody can
+    run must count as one that fails, or its subjects would be refused for as long as nobody looks.
+
+    Raises:
+        EngineUnavailableError: nobody, and it is in no rollout.
+    """
+    model = job.model
+    try:
+        return gateway.router.choose(model.base_model, job.num_tokens, builds=model.builds)
+    except EngineUnavailableError as error:
+        if job.side is None or job.side.rollout_id is None:
+            raise
+        return error
+
+
 async def run(
     request: Request,
     gateway: Gateway,
@@ -434,10 +455,9 @@ async def run(
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
-    builds = job.model.builds
     pump = gateway.make_pump(
         job,
-        gateway.router.choose(job.model.base_model, job.num_tokens, builds=builds),
+        _find_replica(gateway, job),
         metrics=gateway.metrics,
         on_closed=gateway.copying.note,
         gate=gate,
@@ -449,7 +469,7 @@ async def run(
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
             raise first.error
-        fingerprint = pump.replica.fingerprint
+        fingerprint = pump.fingerprint
         if isinstance(first, Started):
             fingerprint = first.model_fingerprint
         revision = format_id("deployment_revision", job.model.revision.id)

@@ -25,7 +25,7 @@ from loraplex_platform.db import (
 from loraplex_platform.db.base import Json
 from loraplex_platform.db.batched_calls import one_item
 from loraplex_platform.db.session import SessionFactory
-from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
+from loraplex_platform.gateway.builds import BuildRule
 from loraplex_platform.gateway.revision_params import (
     NO_PARAMS,
     InvalidRevisionError,
@@ -45,6 +45,7 @@ class Revision:
     Attributes:
         deployment_id, tenant_id: whose it is; no tenant: the platform's.
         fingerprint: of the one engine build that runs it; None: any of the base does.
+        weights: the base model's revision.
         fault: why it cannot be used, if it cannot.
     """
 
@@ -58,6 +59,7 @@ class Revision:
     adapter_id: UUID | None = None
     params: RevisionParams = NO_PARAMS
     fingerprint: str | None = None
+    weights: str | None = None
     fault: InvalidRevisionError | None = None
 
 
@@ -138,9 +140,7 @@ class ServedModel:
         if self.revision.fingerprint is not None:
             return BuildRule(only=self.revision.fingerprint)
         tried = None if self.rollout is None else self.rollout.canary.fingerprint
-        if tried is None and not self.failed_builds:
-            return ANY_BUILD
-        return BuildRule(never=tried, rather_not=self.failed_builds)
+        return BuildRule(never=tried, rather_not=self.failed_builds, weights=self.revision.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ left join lateral (
 # An adapter is its revision's own tenant's.
 _FIND_REVISIONS: Final = """
 select r.id, r.deployment_id, r.tenant_id, r.base_model_id, b.name, r.adapter_version_id,
-    r.adapter_digest, v.adapter_id, r.params, e.fingerprint
+    r.adapter_digest, v.adapter_id, r.params, e.fingerprint, b.revision
 from deployment_revisions r
 join base_models b on b.id = r.base_model_id
 left join adapter_versions v on v.id = r.adapter_version_id and v.tenant_id = r.tenant_id
@@ -254,9 +254,8 @@ def _usable(revision: Revision | None) -> Revision | None:
 
 def _revision(row: Sequence[Any]) -> Revision:
     """Of a row of `_FIND_REVISIONS`."""
-    id_, deployment_id, tenant_id, base_id, base, version_id, digest, adapter_id, stored, build = (
-        row
-    )
+    id_, deployment_id, tenant_id, base_id, base, version_id, digest, adapter_id, *rest = row
+    stored, build, weights = rest
     params, fault = NO_PARAMS, None
     try:
         params = params_of(id_, stored)
@@ -273,6 +272,7 @@ def _revision(row: Sequence[Any]) -> Revision:
         adapter_id=adapter_id,
         params=params,
         fingerprint=build,
+        weights=weights,
         fault=fault,
     )
 

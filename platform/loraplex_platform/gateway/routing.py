@@ -170,6 +170,10 @@ class Router:
             raise EngineUnavailableError(
                 builds.unavailable(base_model), retry_after_s=RETRY_AFTER_S
             )
+        if builds.weights is not None:
+            # Empty: a replica of a release that does not say.
+            known = ("", builds.weights)
+            candidates = [r for r in candidates if r.record.base_revision in known] or candidates
         if builds.rather_not:
             candidates = [
                 replica for replica in candidates if replica.fingerprint not in builds.rather_not

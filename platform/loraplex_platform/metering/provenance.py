@@ -198,7 +198,7 @@ def _choice(request: Request | None, rollout: Rollout | None, pin: PinEvent | No
     name = f"the rollout {format_id('rollout', request.rollout_id)}"
     side = f"the {request.arm} side answered"
     if rollout is None:
-        return Choice(f"In {name}, of which nothing is kept, {side}.")
+        return Choice(f"In {name}, of which nothing is kept or it is the platform's own, {side}.")
     step = _step(rollout, request.rollout_step)
     if step is None or step.get("kind") != "canary":
         return Choice(

@@ -80,11 +80,12 @@ async def put(
     elif alias.version_id != version.id:
         alias.version_id, alias.updated_at = version.id, func.now()
         alias.row_version += 1
-    else:
-        return Moved(alias, version, [])
     await session.flush()
     await session.refresh(alias)
+    # Also of an alias that stays: whoever follows it answers with what it names from now on, whatever was before.
     moved = await deployments.follow_alias(session, actor, alias, version)
+    if before == shown:
+        return Moved(alias, version, moved)
     record(
         session,
         actor,

@@ -211,9 +211,18 @@ async def put_pin(
     session: DbSession,
 ) -> PinResource:
     """Keep the tenant's requests for a deployment, its own or the platform's, at a revision until a time,
-    whatever is deployed or rolled out. In place of the pin that is there, if any.
+    whatever is deployed or rolled out. In place of the pin that is there, if any. The revision's price book is kept
+    with it, so only the operator may pin to one with another book than the current revision's (403).
     """
-    facts = await pins.put(session, request.state.actor, owner.id, name, body, if_match)
+    facts = await pins.put(
+        session,
+        request.state.actor,
+        owner.id,
+        name,
+        body,
+        if_match,
+        is_operator=request.state.reach.tenant_ids is None,
+    )
     set_etag(response, facts.pin.row_version)
     return show_pin(facts, context.fleet.running_builds())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
-from sqlalchemy import Select, delete, func, or_, select
+from sqlalchemy import Interval, Select, and_, case, delete, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import AdapterVersion, Deployment, DeploymentRevision, EngineBuild, Pin
@@ -85,22 +85,40 @@ async def remove(session: AsyncSession, tenant_id: UUID, deployment_id: UUID) ->
     return row.first() is not None
 
 
-async def claim_ending(session: AsyncSession, within: timedelta, limit: int) -> Sequence[Pin]:
-    """Pins of any tenant that end within so long, or have, and nobody was told; locked, nobody else's."""
-    return (
-        await session.scalars(
-            select(Pin)
-            .join(Deployment, Deployment.id == Pin.deployment_id)
-            .where(
-                Pin.expired_at.is_(None),
-                Pin.until <= func.now() + within,
-                Deployment.archived_at.is_(None),
-            )
-            .order_by(Pin.until)
-            .limit(limit)
-            .with_for_update(of=Pin, skip_locked=True)
+async def claim_ending(
+    session: AsyncSession, warn_before: Sequence[timedelta], limit: int
+) -> list[tuple[Pin, timedelta]]:
+    """Pins of any tenant of which there is something to tell, and how long before its end that is due (0: it
+    is over), those that end first first; locked, nobody else's. A warning for which it was too late when the
+    pin was made is none, nor is an earlier one then.
+    """
+    at_its_end = timedelta(0)
+    times = sorted({at_its_end, *warn_before})
+    before = case(
+        *((Pin.until <= func.now() + time, literal(time, Interval)) for time in times),
+    )
+    due_at = Pin.until - before
+    rows = await session.execute(
+        select(Pin, before)
+        .join(Deployment, Deployment.id == Pin.deployment_id)
+        .where(
+            Pin.expired_at.is_(None),
+            Pin.until <= func.now() + times[-1],
+            Deployment.archived_at.is_(None),
+            # Of the many that end soon only those: who was told of already must not take their places.
+            or_(
+                Pin.until <= func.now(),
+                and_(
+                    due_at > Pin.created_at,
+                    or_(Pin.warned_at.is_(None), Pin.warned_at < due_at),
+                ),
+            ),
         )
-    ).all()
+        .order_by(Pin.until)
+        .limit(limit)
+        .with_for_update(of=Pin, skip_locked=True)
+    )
+    return [(row[0], row[1]) for row in rows]
 
 
 async def count_live(session: AsyncSession) -> int:

@@ -3,6 +3,10 @@
 A pin is of one tenant and one deployment, its own or the platform's (the base model). Gateways follow it from
 the next request on, and stop by the clock when it is over. Nobody finds that out by surprise: a week and a
 day before its end, and at its end, there is a line in the log, an audit row, a metric and an alert.
+
+What a pin keeps is the whole revision, its price book too. So a tenant pins only to a revision whose book is
+the current one's; when the operator changes the current revision's book later, the pin stays at its own, like
+at all else, and it is the operator who decides whether to end it.
 """
 
 from __future__ import annotations
@@ -42,17 +46,27 @@ async def put(
     name: str,
     new: NewPin,
     if_match: int | None,
+    *,
+    is_operator: bool,
 ) -> PinFacts:
     """Keep the tenant's requests for `name` at a revision, from the next one on.
 
+    Args:
+        is_operator: may pin to a revision with another price book than the current one's.
+
     Raises:
         NotFoundError: no such deployment or revision.
+        PermissionDeniedError: the revision has another price book than the current one, and not the
+            operator asks.
         InvalidRequestError: `until` is over already.
         ConflictError: the revision's version is retired; the pin has changed since it was read.
     """
     deployment = await deployments.get_reachable(session, tenant_id, name)
     await queries.lock_name(session, "pin", str(tenant_id), str(deployment.id))
     revision = await revisions.get(session, deployment, new.revision_id, param="revision_id")
+    await revisions.check_book(
+        session, deployment, revision, "revision_id", is_operator=is_operator
+    )
     if revision.adapter_version_id is not None:
         version = await queries.find_version(
             session, tenant_id, revision.adapter_version_id, to_use=True
@@ -147,32 +161,15 @@ class PinWatch:
         """Warn of what ends soon and report what has ended, in one transaction."""
         told: list[Told] = []
         async with self._sessions.begin() as session:
-            now = await session.scalar(func.now().select()) or datetime.now(UTC)
-            pins = await pin_queries.claim_ending(session, max(WARN_BEFORE), _BATCH)
-            for facts in await pin_queries.facts_of(session, pins):
-                due = _due(facts.pin, now)
-                if due is not None:
-                    await _tell(session, facts, *due)
-                    told.append(due[0])
+            claimed = await pin_queries.claim_ending(session, WARN_BEFORE, _BATCH)
+            all_facts = await pin_queries.facts_of(session, [pin for pin, _ in claimed])
+            for facts, (_, before) in zip(all_facts, claimed, strict=True):
+                what: Told = "expiring" if before else "expired"
+                await _tell(session, facts, what, before)
+                told.append(what)
         for what in told:
             self._on_told(what)
         return told
-
-
-def _due(pin: Pin, now: datetime) -> tuple[Told, timedelta] | None:
-    """What there is to tell of a pin, and how long before its end that is due. A warning for which it was too
-    late when the pin was made is none.
-    """
-    assert pin.until is not None  # noqa: S101 # of those that end
-    if pin.until <= now:
-        return "expired", timedelta(0)
-    passed = [before for before in WARN_BEFORE if pin.until - before <= now]
-    if not passed:
-        return None
-    due_at = pin.until - min(passed)
-    if due_at <= pin.created_at or (pin.warned_at is not None and pin.warned_at >= due_at):
-        return None
-    return "expiring", min(passed)
 
 
 async def _tell(session: AsyncSession, facts: PinFacts, what: Told, before: timedelta) -> None:

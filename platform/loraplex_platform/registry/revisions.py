@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -209,6 +208,35 @@ async def get_usable_version(
     return version
 
 
+async def check_book(
+    session: AsyncSession,
+    deployment: Deployment,
+    revision: DeploymentRevision,
+    field: str,
+    *,
+    is_operator: bool,
+) -> None:
+    """Old revisions name old books: to have one answer is to choose its book too.
+
+    Args:
+        deployment: whose current revision names the book that is chosen now.
+        field: by which the revision was asked for.
+        is_operator: who may choose.
+
+    Raises:
+        PermissionDeniedError: it names another book than the current revision, and not the operator asks.
+    """
+    if is_operator or deployment.current_revision_id is None:
+        return
+    current = await session.get_one(DeploymentRevision, deployment.current_revision_id)
+    if revision.price_book_id != current.price_book_id:
+        raise PermissionDeniedError(
+            f"{field}: revision {revision.number} has another price book than what answers now: only the operator "
+            "chooses it; make a revision with the same content and the current book (POST .../revisions).",
+            param=field,
+        )
+
+
 async def check_no_rollout(session: AsyncSession, deployment: Deployment) -> None:
     """What a rollout compares must stay as it is.
 
@@ -248,29 +276,6 @@ def differences(before: RevisionFacts, after: RevisionFacts) -> dict[str, tuple[
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     }
-
-
-# What of `fields_of` is one thing to change, for those who warn of two at once.
-_KINDS: Mapping[str, str] = {
-    "base_model": "base_model",
-    "version_id": "adapter",
-    "digest": "adapter",
-    "engine_build_id": "engine_build",
-    "fingerprint": "engine_build",
-    "price_book_id": "price_book",
-    "params.system_prompt": "system_prompt",
-}
-
-
-def kinds_of_change(before: RevisionFacts, after: RevisionFacts) -> list[str]:
-    """Which things differ: some of base_model, adapter, engine_build, price_book, system_prompt, sampling.
-
-    New weights come as a build of their own, which is then no second thing.
-    """
-    kinds = {_KINDS.get(name, "sampling") for name in differences(before, after)}
-    if "base_model" in kinds:
-        kinds.discard("engine_build")
-    return sorted(kinds)
 
 
 async def _get_build(

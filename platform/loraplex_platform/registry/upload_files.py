@@ -17,9 +17,9 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 import structlog
@@ -29,6 +29,8 @@ from loraplex_platform.errors import BodyTooLargeError, StorageFullError
 from loraplex_platform.registry.errors import UploadBusyError, UploadGoneError
 
 log = structlog.get_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 _WRITE_BYTES: Final = 1 << 20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -60,7 +62,7 @@ class LockedUpload:
         """
         check_file_name(file_name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = await asyncio.to_thread(os.open, self.folder / file_name, flags, 0o600)
+        descriptor = os.open(self.folder / file_name, flags, 0o600)
         try:
             offset = os.fstat(descriptor).st_size
             pending = bytearray()
@@ -75,12 +77,12 @@ class LockedUpload:
                         )
                     if len(pending) >= _WRITE_BYTES:
                         piece, pending = pending, bytearray()
-                        offset += await asyncio.to_thread(_write, descriptor, piece)
+                        offset += await _in_thread(_write, descriptor, piece)
             finally:
                 # Also of a request that was cut: the sender need not send it again.
                 piece = pending[: max(0, size_bytes - offset)]
-                offset += await asyncio.to_thread(_write, descriptor, piece)
-                await asyncio.to_thread(os.fsync, descriptor)
+                offset += await _in_thread(_write, descriptor, piece)
+                await _in_thread(os.fsync, descriptor)
             return offset
         finally:
             os.close(descriptor)
@@ -161,6 +163,23 @@ class UploadFolders:
 
     def _folder(self, upload_id: UUID) -> Path:
         return self._root / upload_id.hex
+
+
+async def _in_thread(work: Callable[..., _Result], *args: Any) -> _Result:  # noqa: ANN401 (the work's)
+    """As `asyncio.to_thread`, but over when the thread is, also for who is cancelled meanwhile: what it works on
+    is closed and unlocked behind it, and the number of a closed file is soon another file's.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, work, *args)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()  # seen: who is cancelled is told that
+        raise cancelled
+    return running.result()
 
 
 def _size_of(path: Path) -> int:

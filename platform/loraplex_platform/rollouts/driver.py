@@ -1,7 +1,7 @@
 """The worker's part: looks at every rollout that is under way, and does what its look says.
 
 A look at a step is good for twenty times as long as it took, so that looking costs a twentieth of one core, but
-for half a minute at most. Any number of workers may run: a look is claimed (SKIP LOCKED) and what it decides is written only if
+for half a minute at most while it reads no more than a look should (`looks.py`). Any number of workers may run: a look is claimed (SKIP LOCKED) and what it decides is written only if
 nobody has changed the rollout meanwhile. A worker that dies between two statements leaves the rollout as it
 was, and the next look, of whomever, decides anew.
 
@@ -57,10 +57,12 @@ log = structlog.get_logger(__name__)
 
 LEAST_INTERVAL_S: Final = 2.0
 COST_SHARE: Final = 0.05
-# A busy machine makes a look long that costs little; a canary that fails must not wait for it to be idle.
+# A busy machine makes a look long that costs little; a canary that fails must not wait for it to be idle. Where
+# few subjects have so many requests that a look reads more than it should, this grows with them.
 MOST_INTERVAL_S: Final = 30.0
 MAX_LOOKS_A_ROUND: Final = 1_000
 PATIENCE_S: Final = 10.0
+NOT_TAKEN_S: Final = 60.0  # workers look for evals every second or so, and run one after another
 _SHOWN_CASES: Final = 20
 # What a verdict has of one step alone.
 _OF_A_STEP: Final = (
@@ -69,6 +71,7 @@ _OF_A_STEP: Final = (
     "gates",
     "stable",
     "canary",
+    "sample",
     "looks",
     "told",
     "problem_since",
@@ -146,13 +149,12 @@ class RolloutDriver:
 
         async def work(session: AsyncSession) -> str | None:
             # The deployment before the rollout's row, as everybody does who may point it elsewhere.
-            await lock_deployment(session, deployment)
+            current = await lock_deployment(session, deployment)
             held = await queries.lock_as_seen(session, rollout.id, rollout.row_version)
             if held is None:
                 log.info("rollout_changed_meanwhile", rollout_id=str(rollout.id))
                 return None
             before = (held.state, held.step)
-            current = await session.get_one(Deployment, held.deployment_id, populate_existing=True)
             if current.archived_at is not None:
                 await end(session, held, SYSTEM, "aborted", "its deployment was archived")
             elif current.current_revision_id != held.stable_revision_id:
@@ -177,7 +179,15 @@ class RolloutDriver:
         kind = steps[rollout.step].kind
         plan = settings.plan(kind, len(steps))
         began_s = time.perf_counter()
-        found = await looks.look(self.sessions, rollout.id, rollout.step, kind, plan)
+        before = rollout.verdict or {}
+        found = await looks.look(
+            self.sessions,
+            rollout.id,
+            rollout.step,
+            kind,
+            plan,
+            at_least=(_one_in(before, "stable"), _one_in(before, "canary")),
+        )
         decision = None
         if plan is not None:
             # Milliseconds of arithmetic, beside which the worker has other loops.
@@ -215,12 +225,13 @@ class RolloutDriver:
         before = held.verdict or {}
         verdict: Json = {**before, **_shown(held, seen)}
         verdict["looks"] = before.get("looks", 0) + 1
-        wanted_s = min(seen.took_s / self.cost_share, MOST_INTERVAL_S)
+        most_s = MOST_INTERVAL_S * max(1.0, seen.found.num_read / (2 * looks.MOST_REQUESTS))
+        wanted_s = min(seen.took_s / self.cost_share, most_s)
         verdict["interval_s"] = max(self.least_interval_s, wanted_s)
         if decision is not None and decision.verdict == "fail":
             held.verdict = verdict
             detail = {"step": held.step, "gates": _decisive(decision)}
-            await end(session, held, SYSTEM, "aborted", decision.summary, detail)
+            await end(session, held, SYSTEM, "aborted", verdict["summary"], detail)
             return
         golden = settings_of(held).golden
         golden_waits = None
@@ -237,7 +248,7 @@ class RolloutDriver:
                 held,
                 SYSTEM,
                 "verdict",
-                decision.summary,
+                verdict["summary"],
                 {"step": held.step, "verdict": decision.verdict, "gates": _decisive(decision)},
             )
         await self._advance(session, held, seen, verdict, golden_waits)
@@ -277,7 +288,8 @@ class RolloutDriver:
             verdict["waits_for"] = "somebody's approval: promote it, or abort it"
             await _hold(session, held, verdict, "all steps are passed: it waits for approval")
         else:
-            reason = f"all {len(steps)} steps are passed"
+            count = len(steps)
+            reason = "its one step is passed" if count == 1 else f"all {count} steps are passed"
             await end(session, held, SYSTEM, "promoted", reason)
 
     async def _note_problem(
@@ -335,7 +347,7 @@ async def _offline(
     if run is None:
         return "failed", "its offline eval run is gone"
     if run.state in eval_queries.ACTIVE:
-        return "waits", f"its offline eval {known['run_id']} is {run.state}"
+        return "waits", await _told_if_not_taken(session, held, verdict, "offline", run)
     return await _ended(session, held, verdict, "offline", run)
 
 
@@ -351,7 +363,8 @@ async def _golden(
     if known is not None:
         run = await _run_of(session, known)
         if run is not None and run.state in eval_queries.ACTIVE:
-            return _of_step(known, held, f"its golden eval {known['run_id']} is {run.state}")
+            words = await _told_if_not_taken(session, held, verdict, "golden", run)
+            return _of_step(known, held, words)
         if known["state"] == "queued":
             words = "its golden eval run is gone"
             if run is None:
@@ -383,6 +396,18 @@ async def _golden(
         "passed_step": before.get("passed_step"),
     }
     return _of_step(verdict["golden"], held, "its golden eval is queued")
+
+
+async def _told_if_not_taken(
+    session: AsyncSession, held: Rollout, verdict: Json, name: SuiteName, run: EvalRun
+) -> str:
+    """Where a run is, in words; that nobody takes it is an event, for it would wait for ever."""
+    words = f"its {name} eval {format_id('eval_run', run.id)} is {run.state}"
+    now = await queries.now_of(session)
+    if run.state == "queued" and now - run.created_at > timedelta(seconds=NOT_TAKEN_S):
+        words += ": no worker takes it (does one run with LORAPLEX_MODEL_DIR?)"
+        await _hold(session, held, verdict, words)
+    return words
 
 
 def _of_step(golden: Json, held: Rollout, words: str) -> tuple[SuiteOutcome, str]:
@@ -474,15 +499,22 @@ def _shown(held: Rollout, seen: _Seen) -> Json:
     found, decision = seen.found, seen.decision
     assert found is not None  # noqa: S101 # the caller's
     stable, canary = show_sides(found)
+    summary = "no gate is asked" if decision is None else decision.summary
     return {
         "step": held.step,
         "verdict": "pass" if decision is None else decision.verdict,
-        "summary": "no gate is asked" if decision is None else decision.summary,
+        "summary": f"{summary}, {found.sample}" if found.sample else summary,
         "gates": [] if decision is None else [show_gate(result) for result in decision.results],
         "stable": stable.model_dump(),
         "canary": canary.model_dump(),
+        "sample": found.sample,
         "look_ms": round(seen.took_s * 1000, 1),
     }
+
+
+def _one_in(verdict: Json, side: str) -> int:
+    """Of the last look at this step; a step's first has none before it."""
+    return int(verdict.get(side, {}).get("one_in", 1))
 
 
 def show_gate(result: GateResult) -> Json:

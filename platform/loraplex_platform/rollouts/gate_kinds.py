@@ -465,5 +465,6 @@ def _range(found: Estimate) -> str:
 
 
 def _percent(found: Estimate) -> str:
-    value, low, high = (100 * one for one in (found.value, found.low, found.high))
+    # A limit that was searched for ends a hair's breadth beside a bound.
+    value, low, high = (round(100 * one, 6) for one in (found.value, found.low, found.high))
     return f"{value:.3g} % ({low:.3g} to {high:.3g})"

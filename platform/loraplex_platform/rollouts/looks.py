@@ -1,7 +1,7 @@
 """What both sides of a step did, by SQL: the sums that gates take and the numbers that people read.
 
-One look is three statements in one snapshot: sums over subjects, histograms, and how much of each subject's
-traffic is in the latencies' tails. Which requests count:
+One look is one statement, which reads each request once: sums over subjects, histograms, and how much of each
+subject's traffic is in the latencies' tails. Which requests count:
 
 | | |
 |---|---|
@@ -12,11 +12,22 @@ traffic is in the latencies' tails. Which requests count:
 | log-probability | answered, and sampled for it |
 
 Pins were not drawn, so they are in neither side.
+
+A look is bounded: of a side with more than `MOST_REQUESTS` it reads a sample, one in 2^k of its subjects, with
+the least k that fits. Which subjects those are, their keys say, 64 uniform bits that nobody chose and nothing
+but assignment depends on: the sample is a range of an index, it has subjects whole (so it is a step like any other,
+with fewer of them), and each is a part of the one before. Each side has its own: a canary of 1 % is read whole
+where the stable side is sampled. Never fewer than `LEAST_SUBJECTS` are read, so few heavy ones take as long as
+they take.
+
+With each doubling the evidence is that of fewer requests again, so a wrong canary gets a new chance to look
+right, and a right one to look wrong: in information from tens of thousands of requests to twice as many, which is where
+its process spends about a fiftieth of its alpha.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 from uuid import UUID
@@ -26,6 +37,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import Text
 
+from loraplex_platform.db.base import Json
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.rollouts.aggregates import (
     BUCKETS_PER_OCTAVE,
@@ -54,8 +66,13 @@ _OURS_IN_SHADOW: Final = (
 )
 _ARMS: Final[Mapping[StepKind, str]] = {"shadow": "shadow", "canary": "canary"}
 
+# Of one side. Postgres reads a hundred thousand, scattered over a month's pages, in a second or two.
+MOST_REQUESTS: Final = 50_000
+LEAST_SUBJECTS: Final = 100
+_LEAST_KEY: Final = -(2**63)
+
 # One row a request: which side, whose, and what of it counts in which sum. Nulls are left out of sums.
-_ASKED: Final = f"""
+_ASKED_OF: Final = f"""
 select
     r.arm <> 'stable' as is_canary,
     r.subject_key,
@@ -84,9 +101,14 @@ select
         else greatest(least(r.stable_logprob, 0), {LEAST_LOGPROB:g})::double precision end as logprob
 from requests r
 where r.rollout_id = :rollout_id and r.rollout_step = :step
-    and (r.arm = 'stable' and r.kind = 'user' or r.arm = :arm)
-offset 0 -- each of these is computed once, not wherever it is named below
 """  # noqa: S608 # of constants
+_ASKED: Final = f"""
+    ({_ASKED_OF} and r.arm = 'stable' and r.kind = 'user'
+        and r.subject_key <= cast(:last_stable_key as bigint) limit :most_stable)
+    union all
+    ({_ASKED_OF} and r.arm = :arm and r.subject_key <= cast(:last_canary_key as bigint)
+        limit :most_canary)
+"""  # of constants
 
 _TOKENS: Final[Mapping[StepKind, str]] = {
     "canary": "r.completion_tokens",
@@ -134,7 +156,7 @@ def _sums_sql() -> str:
 select is_canary, {", ".join(outer)}
 from (
     select is_canary, subject_key, {", ".join(inner)}
-    from ({_ASKED}) asked group by is_canary, subject_key
+    from asked group by is_canary, subject_key
 ) subjects group by is_canary
 """  # noqa: S608 # of constants
 
@@ -149,48 +171,75 @@ def _bucket_sql(name: str) -> str:
 
 
 PARAMETERS: Final = (bindparam("ours", type_=ARRAY(Text())),)
-_HISTOGRAMS: Final = f"""
-select is_canary, {_bucket_sql("ttft")} as ttft, {_bucket_sql("itl")} as itl, count(*)
-from ({_ASKED}) asked
+_HISTOGRAMS: Final = """
+select is_canary, ttft_bucket as ttft, itl_bucket as itl, count(*) as n
+from asked
 where ttft is not null or itl is not null
 group by 1, 2, 3
-"""  # noqa: S608 # of constants
-_TAILS: Final = f"""
+"""
+# A tail begins at the quantile's bucket, as `Histogram.quantile_bucket` finds it.
+_TAILS: Final = """
 select is_canary,
-    count(*) filter (where n_ttft > 0), sum(n_ttft)::bigint, sum(t_ttft)::double precision,
-    sum(n_ttft * n_ttft)::bigint, sum(n_ttft * t_ttft)::double precision,
-    sum(t_ttft * t_ttft)::double precision,
-    count(*) filter (where n_itl > 0), sum(n_itl)::bigint, sum(t_itl)::double precision,
-    sum(n_itl * n_itl)::bigint, sum(n_itl * t_itl)::double precision,
-    sum(t_itl * t_itl)::double precision
+    count(*) filter (where n_ttft > 0) as ttft_subjects, sum(n_ttft)::bigint as ttft_n,
+    sum(t_ttft)::bigint as ttft_s, sum(n_ttft * n_ttft)::bigint as ttft_nn,
+    sum(n_ttft * t_ttft)::bigint as ttft_ns, sum(t_ttft * t_ttft)::bigint as ttft_ss,
+    count(*) filter (where n_itl > 0) as itl_subjects, sum(n_itl)::bigint as itl_n,
+    sum(t_itl)::bigint as itl_s, sum(n_itl * n_itl)::bigint as itl_nn,
+    sum(n_itl * t_itl)::bigint as itl_ns, sum(t_itl * t_itl)::bigint as itl_ss
 from (
-    select is_canary, subject_key, count(ttft) as n_ttft, count(itl) as n_itl,
-        count(*) filter (where {_bucket_sql("ttft")} >=
-            case when is_canary then :canary_ttft else :stable_ttft end) as t_ttft,
-        count(*) filter (where {_bucket_sql("itl")} >=
-            case when is_canary then :canary_itl else :stable_itl end) as t_itl
-    from ({_ASKED}) asked
-    where ttft is not null or itl is not null
+    select is_canary, subject_key, count(ttft_bucket) as n_ttft, count(itl_bucket) as n_itl,
+        count(*) filter (where ttft_bucket >= tail.ttft) as t_ttft,
+        count(*) filter (where itl_bucket >= tail.itl) as t_itl
+    from asked join (
+        select is_canary,
+            percentile_disc(cast(:ttft_quantile as double precision))
+                within group (order by ttft_bucket) as ttft,
+            percentile_disc(cast(:itl_quantile as double precision))
+                within group (order by itl_bucket) as itl
+        from asked group by is_canary
+    ) tail using (is_canary)
+    where asked.ttft is not null or asked.itl is not null
     group by is_canary, subject_key
 ) subjects group by is_canary
+"""
+# What is read, is read once. JSON has each number as it is.
+_LOOK: Final = f"""
+with asked as materialized (
+    select *, {_bucket_sql("ttft")} as ttft_bucket, {_bucket_sql("itl")} as itl_bucket
+    from ({_ASKED} offset 0) both_sides -- computed once, not wherever it is named
+), sums as ({_sums_sql()}), histograms as ({_HISTOGRAMS}), tails as ({_TAILS})
+select (select coalesce(json_agg(sums), '[]') from sums),
+    (select coalesce(json_agg(histograms), '[]') from histograms),
+    (select coalesce(json_agg(tails), '[]') from tails)
 """  # noqa: S608 # of constants
 
 
-def _statement(sql: str, kind: StepKind) -> TextClause:
-    return text(sql.replace("@@TOKENS@@", _TOKENS[kind])).bindparams(*PARAMETERS)
+# A step is a small part of its month: through the index, whatever the statistics of a rollout begun just now
+# say. And what is read a hundred thousand times is not worth compiling.
+SETTINGS: Final = (
+    text("set local enable_seqscan = off"),
+    text("set local jit = off"),
+)
+# Both by the index alone, and no more of it than has to be known.
+_OF_A_SIDE: Final = "rollout_id = :rollout_id and rollout_step = :step and arm = :arm"
+_COUNT: Final = text(f"""
+select count(*) from (
+    select from requests
+    where {_OF_A_SIDE} and subject_key <= cast(:last_key as bigint)
+    limit :enough
+) counted
+""")  # noqa: S608 # of constants
+_KEY_OF_LAST_OF_LEAST: Final = text(f"""
+select distinct subject_key from requests
+where {_OF_A_SIDE}
+order by subject_key offset :least_subjects - 1 limit 1
+""")  # noqa: S608 # of constants
 
-
-_PATIENTLY: Final = text("set local statement_timeout = '120s'")
-
-# What a look asks, in this order.
-STATEMENTS: Final[Mapping[StepKind, Mapping[str, TextClause]]] = {
-    kind: {
-        "sums": _statement(_sums_sql(), kind),
-        "histograms": _statement(_HISTOGRAMS, kind),
-        "tails": _statement(_TAILS, kind),
-    }
+STATEMENTS: Final[Mapping[StepKind, TextClause]] = {
+    kind: text(_LOOK.replace("@@TOKENS@@", _TOKENS[kind])).bindparams(*PARAMETERS)
     for kind in get_args(StepKind)
 }
+_WITHOUT_LIMIT: Final = 2**62
 
 _NOTHING: Final = SubjectSums.of(())
 
@@ -199,6 +248,7 @@ _NOTHING: Final = SubjectSums.of(())
 class SideFigures:
     """One side of a step, in numbers; None where nothing can be said yet."""
 
+    one_in: int = 1  # of so many subjects one was read; counts are of those
     num_subjects: int = 0
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -206,6 +256,9 @@ class SideFigures:
     answer_tokens: int = 0
     sums: Mapping[str, SubjectSums] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    tails: Mapping[str, SubjectSums] = field(
+        default_factory=dict
+    )  # by latency, at its gate's quantile
 
     def sum_of(self, name: str) -> SubjectSums:
         """Of `error`, `abort`, `by_limit`, `length` or `logprob`."""
@@ -234,134 +287,195 @@ class Look:
     canary: SideFigures
     observed: Mapping[str, Observed]
 
+    @property
+    def num_read(self) -> int:
+        """Requests of both sides."""
+        return self.stable.num_requests + self.canary.num_requests
+
+    @property
+    def sample(self) -> str | None:
+        """In words, of what the numbers are; None: of all."""
+        sides = (("stable", self.stable), ("the canary", self.canary))
+        words = [f"1 in {side.one_in} of {name}'s" for name, side in sides if side.one_in > 1]
+        return f"of a sample of {' and '.join(words)} subjects" if words else None
+
 
 async def look(
-    sessions: SessionFactory, rollout_id: UUID, step: int, kind: StepKind, plan: GatePlan | None
+    sessions: SessionFactory,
+    rollout_id: UUID,
+    step: int,
+    kind: StepKind,
+    plan: GatePlan | None,
+    *,
+    at_least: tuple[int, int] = (1, 1),
+    most_requests: int = MOST_REQUESTS,
+    least_subjects: int = LEAST_SUBJECTS,
 ) -> Look:
-    """Read a step's requests, whoever's they are, in one snapshot of its own."""
+    """Read a step's requests, whoever's they are, in one snapshot of its own.
+
+    Args:
+        at_least: `one_in` of stable and canary at the last look at this step: a sample only shrinks.
+        most_requests: of a side, if it has subjects enough.
+        least_subjects: of a side that is sampled.
+    """
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
-        # Millions of requests take seconds: nobody waits for them, and the next look is the later for it.
-        await session.execute(_PATIENTLY)
-        return await _read(session, rollout_id, step, kind, plan)
-
-
-async def _read(
-    session: AsyncSession, rollout_id: UUID, step: int, kind: StepKind, plan: GatePlan | None
-) -> Look:
-    values: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "step": step,
-        "arm": _ARMS[kind],
-        "ours": list(_OURS if kind == "canary" else _OURS_IN_SHADOW),
-    }
-    asked = STATEMENTS[kind]
-    rows = {row.is_canary: row for row in await session.execute(asked["sums"], values)}
-    histograms = _histograms((await session.execute(asked["histograms"], values)).all())
-    sides = {
-        is_canary: _figures(rows.get(is_canary), histograms[is_canary])
-        for is_canary in (False, True)
-    }
-    gates = () if plan is None else plan.gates
-    latencies = [gate for gate in gates if isinstance(gate, QuantileGate)]
-    tails: dict[str, dict[bool, SubjectSums]] = {}
-    if latencies:
-        bounds = {
-            f"{'canary' if is_canary else 'stable'}_{name}": _tail_bucket(
-                sides[is_canary], latencies, name
-            )
-            for is_canary in sides
-            for name in ("ttft", "itl")
+        for setting in SETTINGS:
+            await session.execute(setting)
+        asked: dict[str, Any] = {
+            "rollout_id": rollout_id,
+            "step": step,
+            "arm": _ARMS[kind],
+            "ours": list(_OURS if kind == "canary" else _OURS_IN_SHADOW),
         }
-        tails = _tails((await session.execute(asked["tails"], values | bounds)).all())
+        for name in ("ttft", "itl"):
+            asked[f"{name}_quantile"] = _quantile_of(plan, name)
+        enough = most_requests + 1
+        samples, limits = list(at_least), [enough, enough]
+        found = await _ask(session, kind, asked, samples, limits)
+        if has_grown := [idx for idx in (0, 1) if found[idx].num_requests == enough]:
+            for idx in has_grown:
+                side = {
+                    "rollout_id": rollout_id,
+                    "step": step,
+                    "arm": ("stable", _ARMS[kind])[idx],
+                    "enough": enough,
+                }
+                samples[idx], fits = await _choose_sample(
+                    session, side, samples[idx], least_subjects
+                )
+                limits[idx] = enough if fits else _WITHOUT_LIMIT
+            found = await _ask(session, kind, asked, samples, limits)
+        return _look_of(found, plan)
+
+
+async def _choose_sample(
+    session: AsyncSession, side: Mapping[str, Any], at_least: int, least_subjects: int
+) -> tuple[int, bool]:
+    """Of how many subjects one is read: the least power of two over `at_least` that fits; and whether one does."""
+    values = {**side, "least_subjects": least_subjects}
+    needed = (await session.execute(_KEY_OF_LAST_OF_LEAST, values)).scalar_one_or_none()
+    one_in = at_least
+    while needed is not None and needed <= last_key(2 * one_in):
+        one_in *= 2
+        if await _count(session, side, one_in) < side["enough"]:
+            return one_in, True
+    return one_in, False
+
+
+async def _count(session: AsyncSession, side: Mapping[str, Any], one_in: int) -> int:
+    values = {**side, "last_key": last_key(one_in)}
+    return int((await session.execute(_COUNT, values)).scalar_one())
+
+
+def last_key(one_in: int) -> int:
+    """Of the subjects that are read, the highest key: uniform ones are at most this with probability 1 / one_in."""
+    return _LEAST_KEY + 2**64 // one_in - 1
+
+
+def _quantile_of(plan: GatePlan | None, name: str) -> float:
+    gates = () if plan is None else plan.gates
+    found = [
+        gate.quantile for gate in gates if isinstance(gate, QuantileGate) and gate.name == name
+    ]
+    return found[0] if found else 0.5
+
+
+async def _ask(
+    session: AsyncSession,
+    kind: StepKind,
+    asked: Mapping[str, Any],
+    samples: Sequence[int],
+    limits: Sequence[int],
+) -> tuple[SideFigures, SideFigures]:
+    values = {
+        **asked,
+        "last_stable_key": last_key(samples[0]),
+        "last_canary_key": last_key(samples[1]),
+        "most_stable": limits[0],
+        "most_canary": limits[1],
+    }
+    sums, histograms, tails = (await session.execute(STATEMENTS[kind], values)).one()
+    by_side = _histograms(histograms)
+    stable, canary = (
+        _figures(
+            _of_side(sums, is_canary),
+            _of_side(tails, is_canary),
+            by_side[is_canary],
+            samples[is_canary],
+        )
+        for is_canary in (False, True)
+    )
+    return stable, canary
+
+
+def _of_side(rows: list[Json], is_canary: bool) -> Json | None:
+    return next((row for row in rows if row["is_canary"] == is_canary), None)
+
+
+def _look_of(sides: tuple[SideFigures, SideFigures], plan: GatePlan | None) -> Look:
     observed = {}
-    for gate in gates:
-        both: list[Observation] = [
-            _observation(gate.name, sides[is_canary], tails, is_canary=is_canary)
-            for is_canary in (False, True)
-        ]
-        observed[gate.name] = Observed(*both)
-    return Look(sides[False], sides[True], observed)
+    for gate in () if plan is None else plan.gates:
+        stable, canary = (_observation(gate.name, side) for side in sides)
+        observed[gate.name] = Observed(stable, canary)
+    return Look(*sides, observed)
 
 
-def _figures(row: Any, histograms: dict[str, Histogram]) -> SideFigures:  # noqa: ANN401 (a row of _SUMS)
+def _figures(
+    row: Json | None, tails: Json | None, histograms: dict[str, Histogram], one_in: int
+) -> SideFigures:
     if row is None:
-        return SideFigures()
-    values = row._mapping
+        return SideFigures(one_in)
+    sums = {name: _sums_of(row, name, "q") for name in (*_SHARES, *_MEANS)}
     return SideFigures(
-        num_subjects=row.subjects,
-        num_requests=row.requests,
-        prompt_tokens=row.prompt_tokens or 0,
-        completion_tokens=row.completion_tokens or 0,
-        answer_tokens=row.answer_tokens or 0,
-        sums={
-            name: SubjectSums(
-                num_subjects=values[f"{name}_subjects"],
-                num_requests=values[f"{name}_n"],
-                total=values[f"{name}_s"],
-                total_squares=values[f"{name}_q"],
-                square_requests=values[f"{name}_nn"],
-                product=values[f"{name}_ns"],
-                square_totals=values[f"{name}_ss"],
-            )
-            for name in (*_SHARES, *_MEANS)
-        },
+        one_in=one_in,
+        num_subjects=row["subjects"],
+        num_requests=row["requests"],
+        prompt_tokens=row["prompt_tokens"] or 0,
+        completion_tokens=row["completion_tokens"] or 0,
+        answer_tokens=row["answer_tokens"] or 0,
+        sums=sums,
         histograms=histograms,
+        # Each is 1 or 0, and so is its square.
+        tails={name: _sums_of(tails, name, "s") for name in ("ttft", "itl")} if tails else {},
     )
 
 
-def _histograms(rows: Any) -> dict[bool, dict[str, Histogram]]:  # noqa: ANN401 (rows)
+def _sums_of(row: Json, name: str, squares: str) -> SubjectSums:
+    return SubjectSums(
+        num_subjects=row[f"{name}_subjects"],
+        num_requests=row[f"{name}_n"],
+        total=float(row[f"{name}_s"]),
+        total_squares=float(row[f"{name}_{squares}"]),
+        square_requests=row[f"{name}_nn"],
+        product=float(row[f"{name}_ns"]),
+        square_totals=float(row[f"{name}_ss"]),
+    )
+
+
+def _histograms(rows: list[Json]) -> dict[bool, dict[str, Histogram]]:
     counts: dict[bool, dict[str, dict[int, int]]] = {
         is_canary: {"ttft": {}, "itl": {}} for is_canary in (False, True)
     }
-    for is_canary, ttft, itl, count in rows:
-        for name, bucket in (("ttft", ttft), ("itl", itl)):
+    for row in rows:
+        for name, found in counts[row["is_canary"]].items():
+            bucket = row[name]
             if bucket is not None:
-                found = counts[is_canary][name]
-                found[bucket] = found.get(bucket, 0) + count
+                found[bucket] = found.get(bucket, 0) + row["n"]
     return {
         is_canary: {name: Histogram(found) for name, found in one.items()}
         for is_canary, one in counts.items()
     }
 
 
-def _tail_bucket(side: SideFigures, gates: list[QuantileGate], name: str) -> int:
-    gate = next((gate for gate in gates if gate.name == name), None)
-    found = side.histogram_of(name)
-    return found.quantile_bucket(gate.quantile) if gate and found.num_requests else 0
-
-
-def _tails(rows: Any) -> dict[str, dict[bool, SubjectSums]]:  # noqa: ANN401 (rows)
-    found: dict[str, dict[bool, SubjectSums]] = {"ttft": {}, "itl": {}}
-    for is_canary, *numbers in rows:
-        for name, part in (("ttft", numbers[:6]), ("itl", numbers[6:])):
-            subjects, requests, total, squares, product, totals = part
-            found[name][is_canary] = SubjectSums(
-                num_subjects=subjects,
-                num_requests=requests,
-                total=total,
-                total_squares=total,
-                square_requests=squares,
-                product=product,
-                square_totals=totals,
-            )
-    return found
-
-
-def _observation(
-    name: str,
-    side: SideFigures,
-    tails: dict[str, dict[bool, SubjectSums]],
-    *,
-    is_canary: bool,
-) -> Observation:
+def _observation(name: str, side: SideFigures) -> Observation:
     match name:
         case "error_rate":
             return side.sum_of("error")
         case "abort_rate":
             return side.sum_of("abort")
         case "ttft" | "itl":
-            return Latencies(side.histogram_of(name), tails[name].get(is_canary, _NOTHING))
+            return Latencies(side.histogram_of(name), side.tails.get(name, _NOTHING))
         case "finish_reason":
             by_limit = side.sum_of("by_limit")
             return Mix({"stop": _rest_of(by_limit), "length": by_limit})

@@ -12,7 +12,6 @@ from sqlalchemy import Select, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
-    AdapterVersion,
     BaseModel,
     Deployment,
     DeploymentRevision,
@@ -73,7 +72,6 @@ class Side:
     revision: DeploymentRevision
     base_model: BaseModel
     build: EngineBuild | None
-    version_status: str | None  # of its adapter version; None: the base
 
 
 async def find_deployment(
@@ -91,16 +89,11 @@ async def find_deployment(
     )
 
 
-def _sides() -> Select[DeploymentRevision, BaseModel, EngineBuild, str]:
+def _sides() -> Select[DeploymentRevision, BaseModel, EngineBuild]:
     return (
-        select(DeploymentRevision, BaseModel, EngineBuild, AdapterVersion.status)
+        select(DeploymentRevision, BaseModel, EngineBuild)
         .join(BaseModel, BaseModel.id == DeploymentRevision.base_model_id)
         .outerjoin(EngineBuild, EngineBuild.id == DeploymentRevision.engine_build_id)
-        .outerjoin(
-            AdapterVersion,
-            (AdapterVersion.id == DeploymentRevision.adapter_version_id)
-            & (AdapterVersion.tenant_id == DeploymentRevision.tenant_id),
-        )
     )
 
 

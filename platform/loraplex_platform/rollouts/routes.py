@@ -66,7 +66,9 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         session: DbSession,
         owner_id: UUID | None = owns,
     ) -> RolloutResource:
-        rollout = await service.create(session, request.state.actor, owner_id, body)
+        rollout = await service.create(
+            session, request.state.actor, owner_id, body, is_operator=_is_operator(request)
+        )
         return await _shown(session, response, rollout)
 
     @router.get("", description=f"{whose}, newest first.")
@@ -113,7 +115,13 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         owner_id: UUID | None = owns,
     ) -> RolloutResource:
         rollout = await service.change(
-            session, request.state.actor, owner_id, rollout_id, body, version
+            session,
+            request.state.actor,
+            owner_id,
+            rollout_id,
+            body,
+            version,
+            is_operator=_is_operator(request),
         )
         return await _shown(session, response, rollout)
 
@@ -128,7 +136,14 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         session: DbSession,
         owner_id: UUID | None = owns,
     ) -> RolloutResource:
-        rollout = await service.start(session, request.state.actor, owner_id, rollout_id, version)
+        rollout = await service.start(
+            session,
+            request.state.actor,
+            owner_id,
+            rollout_id,
+            version,
+            is_operator=_is_operator(request),
+        )
         canary = await queries.find_side(
             session, rollout.deployment_id, revision_id=rollout.canary_revision_id
         )
@@ -178,7 +193,13 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         owner_id: UUID | None = owns,
     ) -> RolloutResource:
         rollout = await service.promote(
-            session, request.state.actor, owner_id, rollout_id, body.reason, version
+            session,
+            request.state.actor,
+            owner_id,
+            rollout_id,
+            body.reason,
+            version,
+            is_operator=_is_operator(request),
         )
         return await _shown(session, response, rollout)
 
@@ -210,7 +231,13 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         owner_id: UUID | None = owns,
     ) -> RolloutResource:
         rollout = await service.roll_back(
-            session, request.state.actor, owner_id, rollout_id, body.reason, version
+            session,
+            request.state.actor,
+            owner_id,
+            rollout_id,
+            body.reason,
+            version,
+            is_operator=_is_operator(request),
         )
         return await _shown(session, response, rollout)
 
@@ -246,6 +273,11 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         return await _metrics(context.sessions, rollout, step)
 
 
+def _is_operator(request: Request) -> bool:
+    """Whoever may choose by which price book is billed."""
+    return bool(request.state.reach.tenant_ids is None)
+
+
 async def _shown(session: DbSession, response: Response, rollout: Rollout) -> RolloutResource:
     set_etag(response, rollout.row_version)
     return show_rollout(rollout, (await queries.names_of(session, [rollout]))[rollout.id])
@@ -271,6 +303,7 @@ async def _metrics(sessions: SessionFactory, rollout: Rollout, step: int | None)
         share_bp=steps[number].share_bp,
         stable=stable,
         canary=canary,
+        sample=found.sample,
         verdict="none" if decision is None else decision.verdict,
         gates=[] if decision is None else [show_gate(result) for result in decision.results],
     )
@@ -288,7 +321,8 @@ def _number_of(after: str | None) -> int:
 
 _CREATE = (
     "Add one of: {whose}: a draft of two revisions of one deployment. `changes` says what differs between them, and "
-    "`warnings` what is unwise. Nothing happens before it is started."
+    "`warnings` what is unwise. Nothing happens before it is started. A canary with another price book than what answers "
+    "now is the operator's to roll out (403)."
 )
 _CHANGE = "Change a draft; what is not given stays. 409 once it is started."
 _START = (
@@ -296,11 +330,16 @@ _START = (
     "that may serve it; then its first step begins by itself. 409 while another rollout of the deployment is under way."
 )
 _PAUSE = "Let it go no step further. The split stays as it is, and failing gates still abort it."
-_PROMOTE = "Have the canary answer everything from the next request on, whatever steps are left."
+_PROMOTE = (
+    "Have the canary answer everything from the next request on, whatever steps are left. A deployment that follows an "
+    "alias which names another version stops following it, and an event says so. Another price book than what answers "
+    "now is the operator's to promote (403)."
+)
 _ABORT = "Have the stable revision answer everything from the next request on. Streams in flight finish as they began."
 _ROLLBACK = (
     "Undo the last promotion of a deployment: its stable revision answers again, whole: adapter, engine build, "
-    "parameters and price book. 409 if something else was promoted or deployed since."
+    "parameters and price book. 409 if something else was promoted or deployed since. To another price book only the "
+    "operator goes back (403)."
 )
 _EVENTS = "What happened to it, oldest first."
 _METRICS = (

@@ -205,6 +205,10 @@ class EventResource(Resource):
 class SideResource(Resource):
     """One side of a step, in numbers; null: nothing to say yet."""
 
+    one_in: int = Field(
+        description="Of many requests only those of one in so many subjects are read, and what follows is of them; "
+        "1: of all. Shares of both sides take it into account."
+    )
     num_subjects: int
     num_requests: int
     num_tokens: int = Field(description="Prompt and completion.")
@@ -241,6 +245,7 @@ class MetricsResource(Resource):
     share_bp: int = Field(description="What the step asks for: of subjects, or of requests.")
     stable: SideResource
     canary: SideResource
+    sample: str | None = Field(description="In words, of what the numbers are; null: of all.")
     verdict: str = Field(description="pass, fail, inconclusive, or none: no gate is asked.")
     gates: list[dict[str, Any]]
 
@@ -297,7 +302,7 @@ def show_sides(found: Look) -> tuple[SideResource, SideResource]:
     both = (found.stable, found.canary)
 
     def shares(value: Any) -> list[float | None]:  # noqa: ANN401 (a function of a side)
-        values = [value(side) for side in both]
+        values = [value(side) * side.one_in for side in both]
         total = sum(values)
         return [one / total if total else None for one in values]
 
@@ -319,6 +324,7 @@ def _show_side(
     by_limit = side.share_of("by_limit")
     num_answers = side.sum_of("by_limit").num_requests
     return SideResource(
+        one_in=side.one_in,
         num_subjects=side.num_subjects,
         num_requests=side.num_requests,
         num_tokens=side.prompt_tokens + side.completion_tokens,

@@ -18,11 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, name_of
 from loraplex_platform.control.etag import check_version
-from loraplex_platform.db import Deployment, Rollout
+from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
 from loraplex_platform.ids import format_id, parse_id_or_none, uuid7
 from loraplex_platform.registry import queries as registry
+from loraplex_platform.registry import revisions
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.evidence import MIN_EQUAL_SUBJECTS
@@ -94,13 +95,22 @@ async def of_deployment(
 
 
 async def create(
-    session: AsyncSession, actor: Actor, tenant_id: UUID | None, wanted: NewRollout
+    session: AsyncSession,
+    actor: Actor,
+    tenant_id: UUID | None,
+    wanted: NewRollout,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """A draft. Nothing is sent anywhere before it is started.
+
+    Args:
+        is_operator: may roll out another price book.
 
     Raises:
         NotFoundError: no such deployment, revision, suite or version of it.
         InvalidRequestError: the two revisions are one; or a suite's tenant is missing.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         ConflictError: the canary's adapter version is retired.
     """
     deployment = await _get_deployment(session, tenant_id, wanted.deployment)
@@ -108,6 +118,9 @@ async def create(
         session, deployment, wanted.stable, "stable", default=deployment.current_revision_id
     )
     canary = await _get_side(session, deployment, wanted.canary, "canary")
+    await revisions.check_book(
+        session, deployment, canary.revision, "canary", is_operator=is_operator
+    )
     settings = await _with_suites(session, tenant_id, wanted.gate)
     rollout = Rollout(
         id=uuid7(),
@@ -121,7 +134,7 @@ async def create(
         salt=secrets.token_bytes(16),
         created_by=name_of(actor),
     )
-    await _describe(session, rollout, stable, canary, settings, wanted.promotion)
+    await _describe(session, rollout, deployment, stable, canary, settings, wanted.promotion)
     session.add(rollout)
     await session.flush()
     await session.refresh(rollout)
@@ -146,11 +159,17 @@ async def change(
     rollout_id: str,
     wanted: RolloutChange,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Change a draft.
 
+    Args:
+        is_operator: may roll out another price book.
+
     Raises:
         NotFoundError: there is none, or no such revision or suite.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         RolloutStateError: it is no draft any more.
         VersionConflictError: it has changed since `version`.
     """
@@ -172,6 +191,9 @@ async def change(
     canary = await _get_side(
         session, deployment, wanted.canary, "canary", default=rollout.canary_revision_id
     )
+    await revisions.check_book(
+        session, deployment, canary.revision, "canary", is_operator=is_operator
+    )
     if wanted.steps is not None:
         rollout.steps = [step.model_dump() for step in wanted.steps]
     if wanted.sticky_by is not None:
@@ -179,7 +201,15 @@ async def change(
     rollout.stable_revision_id = stable.revision.id
     rollout.canary_revision_id = canary.revision.id
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    await _describe(session, rollout, stable, canary, settings, wanted.promotion or promotion)
+    await _describe(
+        session,
+        rollout,
+        deployment,
+        stable,
+        canary,
+        settings,
+        wanted.promotion or promotion,
+    )
     after = _shown(rollout, stable.revision.number, canary.revision.number)
     changed = [field for field in before if before[field] != after[field]]
     if changed:
@@ -206,11 +236,19 @@ async def start(
     tenant_id: UUID | None,
     rollout_id: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Begin: the worker has the canary judged and loaded, then begins the first step.
 
+    What it does by itself from then on, to the promotion, it does for whoever started it.
+
+    Args:
+        is_operator: may roll out another price book.
+
     Raises:
         NotFoundError: there is none.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
         RolloutStateError: it is no draft, or what answers now is not its stable revision.
         RolloutActiveError: another one of the deployment is under way.
         VersionConflictError: it has changed since `version`.
@@ -220,28 +258,36 @@ async def start(
     _check_state(rollout, ("draft",), "start")
     if deployment.archived_at is not None:
         raise RolloutStateError("Its deployment is archived; make one of a live deployment.")
-    if deployment.current_revision_id != rollout.stable_revision_id:
-        current = await queries.find_side(
-            session, deployment.id, revision_id=deployment.current_revision_id
+    await _check_stable_answers(
+        session, rollout, deployment, "change `stable` of the draft, or make a new one"
+    )
+    sides: dict[str, Side] = {}
+    for field, revision_id in (
+        ("stable", rollout.stable_revision_id),
+        ("canary", rollout.canary_revision_id),
+    ):
+        side = await queries.find_side(session, deployment.id, revision_id=revision_id)
+        assert side is not None  # noqa: S101 # revisions are never deleted while a rollout names them
+        await _keep_usable(session, side, field)
+        await revisions.check_book(
+            session, deployment, side.revision, field, is_operator=is_operator
         )
-        number = "another one" if current is None else f"revision {current.revision.number}"
-        raise RolloutStateError(
-            f"{deployment.public_name} answers with {number} now, which is not this rollout's stable revision: "
-            "change `stable` of the draft, or make a new one.",
-            param="stable",
-        )
-    stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
-    canary = await queries.find_side(session, deployment.id, revision_id=rollout.canary_revision_id)
-    assert stable is not None and canary is not None  # noqa: PT018, S101 # a rollout keeps its revisions
-    _check_not_retired(stable, "stable")
-    _check_not_retired(canary, "canary")
+        sides[field] = side
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
     # Keys come and go while it is a draft: what is unwise is said of how things are now.
     known = rollout.gate["warnings"]
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    await _describe(session, rollout, stable, canary, settings_of(rollout), promotion)
+    await _describe(
+        session,
+        rollout,
+        deployment,
+        sides["stable"],
+        sides["canary"],
+        settings_of(rollout),
+        promotion,
+    )
     before = facts_of(rollout)
     rollout.state = "evaluating"
     rollout.started_at = func.now()
@@ -309,17 +355,26 @@ async def promote(
     rollout_id: str,
     reason: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Have the canary answer everything now, whatever steps are left and gates say.
 
+    Args:
+        is_operator: may promote another price book.
+
     Raises:
         NotFoundError: there is none.
-        RolloutStateError: it is not under way.
+        PermissionDeniedError: the canary has another price book than what answers, and not the operator asks.
+        RolloutStateError: it is not under way, or what answers now is not its stable revision.
         VersionConflictError: it has changed since `version`.
     """
-    rollout, _ = await _lock(session, tenant_id, rollout_id)
+    rollout, deployment = await _lock(session, tenant_id, rollout_id)
     _check_version(rollout, version, "promoted")
     _check_state(rollout, ACTIVE, "promote")
+    await _check_stable_answers(session, rollout, deployment, "abort it, and make a new one")
+    canary = await session.get_one(DeploymentRevision, rollout.canary_revision_id)
+    await revisions.check_book(session, deployment, canary, "canary", is_operator=is_operator)
     left = len(rollout.steps) - rollout.step - (rollout.state != "evaluating")
     detail = {"state": rollout.state, "step": rollout.step, "steps_left": left}
     await end(session, rollout, actor, "promoted", reason or "promoted by hand", detail)
@@ -357,11 +412,19 @@ async def roll_back(
     rollout_id: str,
     reason: str,
     version: int | None,
+    *,
+    is_operator: bool,
 ) -> Rollout:
     """Undo the deployment's last promotion: adapter, engine build, parameters and price book as before it.
 
+    An alias that it followed before is not followed again: it may name something else by now.
+
+    Args:
+        is_operator: may go back to another price book.
+
     Raises:
         NotFoundError: there is none.
+        PermissionDeniedError: stable has another price book than what answers, and not the operator asks.
         RolloutStateError: it is not the last promoted one, or its canary does not answer any more.
         RolloutActiveError: another one of the deployment is under way.
         VersionConflictError: it has changed since `version`.
@@ -386,7 +449,10 @@ async def roll_back(
         )
     stable = await queries.find_side(session, deployment.id, revision_id=rollout.stable_revision_id)
     assert stable is not None  # noqa: S101 # revisions are never deleted while a rollout names them
-    _check_not_retired(stable, "stable")
+    await _keep_usable(session, stable, "stable")
+    await revisions.check_book(
+        session, deployment, stable.revision, "stable", is_operator=is_operator
+    )
     await end(session, rollout, actor, "rolled_back", reason or "rolled back by hand")
     return rollout
 
@@ -406,6 +472,8 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     for name in ("system_prompt", "sampling"):
         if (one.params.get(name) or None) != (two.params.get(name) or None):
             changes.append(name)
+    if "base_model" in changes and "engine_build" in changes:
+        changes.remove("engine_build")  # new weights come as a build of their own
     warnings = []
     if len(changes) > 1:
         warnings.append(
@@ -451,6 +519,7 @@ async def _few_subjects(
 async def _describe(
     session: AsyncSession,
     rollout: Rollout,
+    deployment: Deployment,
     stable: Side,
     canary: Side,
     settings: GateSettings,
@@ -470,6 +539,11 @@ async def _describe(
             param="canary",
         )
     found = _difference(stable, canary, settings)
+    if deployment.followed_alias is not None and "adapter" in found.changes:
+        found.warnings.append(
+            f"{deployment.public_name} follows the alias {deployment.followed_alias}: promoted to another version than "
+            "that names, it stops following it."
+        )
     few = await _few_subjects(session, rollout, settings)
     if few is not None:
         found.warnings.append(few)
@@ -550,16 +624,39 @@ async def _get_side(
         raise NotFoundError(
             f"No such revision of {deployment.public_name}: pass its number or id.", param=field
         )
-    _check_not_retired(side, field)
+    await _keep_usable(session, side, field)
     return side
 
 
-def _check_not_retired(side: Side, field: str) -> None:
-    if side.version_status == "retired":
+async def _keep_usable(session: AsyncSession, side: Side, field: str) -> None:
+    """Its adapter version is not retired until the transaction ends, and then the rollout is in the way."""
+    revision = side.revision
+    if revision.adapter_version_id is None or revision.tenant_id is None:
+        return
+    version = await registry.find_version(
+        session, revision.tenant_id, revision.adapter_version_id, to_use=True
+    )
+    if version is None or version.status != "ready":
         raise ConflictError(
-            f"{field}: the adapter version of revision {side.revision.number} is retired; choose another revision.",
+            f"{field}: the adapter version of revision {revision.number} is retired; choose another revision, or "
+            "unretire it.",
             param=field,
         )
+
+
+async def _check_stable_answers(
+    session: AsyncSession, rollout: Rollout, deployment: Deployment, remedy: str
+) -> None:
+    if deployment.current_revision_id == rollout.stable_revision_id:
+        return
+    current = await queries.find_side(
+        session, deployment.id, revision_id=deployment.current_revision_id
+    )
+    number = "another one" if current is None else f"revision {current.revision.number}"
+    raise RolloutStateError(
+        f"{deployment.public_name} answers with {number} now, which is not this rollout's stable revision: {remedy}.",
+        param="stable",
+    )
 
 
 async def _lock(
@@ -569,7 +666,6 @@ async def _lock(
     seen = await get(session, tenant_id, rollout_id)
     deployment = await session.get_one(Deployment, seen.deployment_id)
     await lock_deployment(session, deployment)
-    await session.refresh(deployment)
     return await get(session, tenant_id, rollout_id, for_update=True), deployment
 
 

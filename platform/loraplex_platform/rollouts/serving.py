@@ -23,6 +23,7 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.fleet.absorbed import Question, ask
 from loraplex_platform.gateway.builds import BuildRule
+from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.routing import Replica, Router
 from loraplex_platform.rollouts.queries import Side
 
@@ -106,11 +107,19 @@ class ConnectedFleet:
             problem = tried.task.result()
             if problem is None or time.monotonic() - tried.asked_at_s < ASK_AGAIN_S:
                 return problem
+        self._forget_gone()
         task = asyncio.create_task(
             self._ask(replica, side, revision.tenant_id, model), name=f"can serve {revision.id}"
         )
         self._tried[key] = _Tried(task, time.monotonic())
         return f"replica {record.replica_id} loads its adapter"
+
+    def _forget_gone(self) -> None:
+        """What replicas said that have started anew since, or are no more."""
+        live = {(one.record.replica_id, one.record.incarnation) for one in self.router.replicas}
+        for key in [key for key in self._tried if key[:2] not in live]:
+            if self._tried[key].task.done():
+                del self._tried[key]
 
     async def _ask(self, replica: Replica, side: Side, tenant_id: UUID, model: str) -> str | None:
         revision, name = side.revision, replica.record.replica_id
@@ -137,6 +146,9 @@ class ConnectedFleet:
                 return f"replica {name} was lost when it was asked ({error})"
             except PlatformError as error:
                 return f"it cannot be asked for anything: {error.message}"
+            except Exception as error:  # noqa: BLE001 - it would be raised again at each look
+                log_crash("rollout_serving_check_crashed", error)
+                return f"replica {name} could not be asked: something went wrong on our side"
             if answer.token_ids:
                 return None
             return f"replica {name} gives no answer: {answer.error_code or answer.finish_reason}"

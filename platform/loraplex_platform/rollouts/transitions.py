@@ -17,7 +17,7 @@ from sqlalchemy import func
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, record
-from loraplex_platform.db import Deployment, Rollout
+from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.db.base import Json
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry import queries as registry
@@ -39,10 +39,17 @@ _VERBS: Final = {
 }
 
 
-async def lock_deployment(session: AsyncSession, deployment: Deployment) -> None:
-    """Keep everybody else from pointing it elsewhere until the transaction ends."""
+async def lock_deployment(session: AsyncSession, deployment: Deployment) -> Deployment:
+    """Keep everybody else from pointing it elsewhere until the transaction ends; the row as it is now.
+
+    By its name as those do who set it, and by its row as an alias does that moves all its followers.
+    """
     owner = "platform" if deployment.tenant_id is None else str(deployment.tenant_id)
     await registry.lock_name(session, "deployment", owner, deployment.public_name)
+    # Not its key: requests that name it are written meanwhile.
+    return await session.get_one(
+        Deployment, deployment.id, populate_existing=True, with_for_update={"key_share": True}
+    )
 
 
 def settings_of(rollout: Rollout) -> GateSettings:
@@ -141,21 +148,46 @@ async def end(
 ) -> None:
     """Promoted, aborted or rolled back: the split is over with the commit, streams in flight go on.
 
-    Promoted, the deployment stands for the canary from then on; rolled back, for the stable revision.
+    Promoted, the deployment stands for the canary from then on; rolled back, for the stable revision. What it
+    follows is no lie afterwards: an alias that names another version it follows no more.
     """
     before = facts_of(rollout)
+    left = None
     if state == "promoted":
-        await _point_at(session, rollout, rollout.canary_revision_id)
+        left = await _point_at(session, rollout, rollout.canary_revision_id)
     elif state == "rolled_back":
-        await _point_at(session, rollout, rollout.stable_revision_id)
+        left = await _point_at(session, rollout, rollout.stable_revision_id)
     rollout.state = state
     rollout.ended_at = func.now()
     rollout.end_reason = clipped(reason)
     rollout.is_paused = False
     rollout.weight_bp = rollout.shadow_bp = rollout.score_bp = 0
     rollout.row_version += 1
-    await note(session, rollout, actor, state, reason, detail, before=before)
+    after = None
+    if left is not None:
+        before["follow"] = left
+        after = facts_of(rollout) | {"follow": None}
+    await note(session, rollout, actor, state, reason, detail, before=before, after=after)
+    if left is not None:
+        message = (
+            f"the deployment follows the alias {left['alias']} no more, which names another version; have the alias "
+            "name what answers, and set the deployment to follow it again, if it is to"
+        )
+        await note(session, rollout, actor, "warning", message, {"unfollowed": left})
 
 
-async def _point_at(session: AsyncSession, rollout: Rollout, revision_id: UUID) -> None:
-    await registry.point_at(session, rollout.deployment_id, current_revision_id=revision_id)
+async def _point_at(session: AsyncSession, rollout: Rollout, revision_id: UUID) -> Json | None:
+    """The alias that the deployment followed until now, if that names another version."""
+    deployment = await session.get_one(Deployment, rollout.deployment_id)
+    revision = await session.get_one(DeploymentRevision, revision_id)
+    values: dict[str, Any] = {"current_revision_id": revision_id}
+    left: Json | None = None
+    adapter_id, name = deployment.followed_adapter_id, deployment.followed_alias
+    if adapter_id is not None and name is not None and deployment.tenant_id is not None:
+        # One that is moved at this moment comes after us, for it waits for the deployment's row.
+        alias = await registry.find_alias(session, deployment.tenant_id, adapter_id, name)
+        if alias is None or alias.version_id != revision.adapter_version_id:
+            left = {"adapter_id": format_id("adapter", adapter_id), "alias": name}
+            values |= {"followed_adapter_id": None, "followed_alias": None}
+    await registry.point_at(session, rollout.deployment_id, **values)
+    return left

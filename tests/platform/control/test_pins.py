@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 from loraplex_platform.db import AuditLog, OutboxMessage
+from loraplex_platform.ids import parse_id
 from loraplex_platform.registry.pins import PinWatch
 from sqlalchemy import select
 
@@ -149,6 +150,56 @@ async def test_a_pin_that_is_made_short_is_not_warned_of_at_once(stand: Stand) -
     )
 
     assert await PinWatch(stand.db.sessions).run_once() == []
+
+
+async def test_many_that_end_soon_keep_nobody_from_being_told(stand: Stand) -> None:
+    """More than are told of at once: those that were warned already do not take the others' places."""
+    tenant = await stand.tenant("acme")
+    path = f"/admin/v1/tenants/{tenant['id']}/deployments/support"
+    revision = (await stand.admin.put(path, json={"version_id": None})).json()["revision"]
+    await stand.admin.put(f"{path}/pin", json={"revision_id": revision["id"], "reason": "audit"})
+    copies = 149
+    # Deployments like this one, each with its revision and its pin.
+    await run_sql(
+        stand.db,
+        "with made as (insert into deployments (id, tenant_id, public_name, base_model_id)"
+        " select gen_random_uuid(), tenant_id, 'support-' || n, base_model_id"
+        " from deployments, generate_series(1, :copies) n where public_name = 'support' returning id, tenant_id),"
+        " revised as (insert into deployment_revisions (id, deployment_id, tenant_id, number, base_model_id,"
+        " params, sha256) select gen_random_uuid(), made.id, made.tenant_id, 1, r.base_model_id, r.params, r.sha256"
+        " from made, deployment_revisions r where r.id = :revision returning id, deployment_id, tenant_id)"
+        " insert into pins (tenant_id, deployment_id, revision_id, reason, created_by)"
+        " select tenant_id, deployment_id, id, 'audit', 'test' from revised",
+        copies=copies,
+        revision=parse_id("deployment_revision", revision["id"]),
+    )
+    # All end within a week: the copies first, 'support' last.
+    await run_sql(
+        stand.db,
+        "update pins p set created_at = now() - interval '30 days', until = now() + case"
+        " when d.public_name = 'support' then interval '6 days' else interval '2 days' end"
+        " from deployments d where d.id = p.deployment_id",
+    )
+    watch = PinWatch(stand.db.sessions)
+
+    rounds = [await watch.run_once() for _ in range(3)]
+
+    assert [len(told) for told in rounds] == [100, 50, 0]
+    warned = (await stand.admin.get(f"{path}/pin")).json()
+    assert warned["warned_at"] is not None
+    # A day of its own is due, among as many that were told of.
+    await run_sql(
+        stand.db,
+        "update pins p set until = now() + interval '3 hours', warned_at = now() - interval '3 days'"
+        " from deployments d where d.id = p.deployment_id and d.public_name = 'support'",
+    )
+    await run_sql(
+        stand.db,
+        "update pins set until = now() + interval '2 hours', warned_at = now() - interval '1 minute'"
+        " where reason = 'audit' and created_by = 'test'",
+    )
+    assert await watch.run_once() == ["expiring"]
+    assert await watch.run_once() == []
 
 
 async def test_an_archived_deployments_pin_is_gone(stand: Stand) -> None:

@@ -63,6 +63,23 @@ async def test_a_resident_version_is_kept_shown_and_let_go(stand: Stand) -> None
     ]
 
 
+async def test_what_the_engines_own_flag_pins_stays_pinned(stand: Stand) -> None:
+    tenant = await stand.tenant("acme")
+    path = f"{FLEET}/residency/{await stand.version(tenant['id'])}"
+    digest = (await stand.admin.put(path, json={"reason": "launch"})).json()["digest"]
+    stand.engine.pinned_at_start = frozenset({digest})
+
+    gone = await stand.admin.delete(path)
+
+    assert gone.status_code == 200, gone.text
+    assert gone.json()["replicas"] == [
+        {"replica_id": "fake-0", "pinned": [digest], "refusal": None, "message": None}
+    ]
+    assert stand.engine.pinned == {digest}
+    assert (await stand.admin.get(f"{FLEET}/residency")).json()["data"] == []
+    assert (await drift_of(stand))["has_drift"] is False
+
+
 async def test_content_of_two_tenants_stays_until_neither_wants_it(stand: Stand) -> None:
     paths = []
     for slug in ("acme", "globex"):

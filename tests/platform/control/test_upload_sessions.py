@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import random
+import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from uuid import UUID
 import httpx
 import pytest
 from loraplex_platform.errors import EngineUnavailableError
-from loraplex_platform.ids import parse_id
+from loraplex_platform.ids import parse_id, uuid7
 from loraplex_platform.registry import upload_files, upload_routes, upload_sessions
 from loraplex_platform.registry.probe import Prober
 from loraplex_platform.registry.upload_files import UploadFolders
@@ -175,6 +176,51 @@ async def test_one_request_at_a_time_works_on_an_upload(stand: Stand) -> None:
         assert answer.headers["retry-after"] == "1"
     assert (await first).status_code == 204
     assert await offset_of(stand, upload, TENSORS) == len(files.model)
+
+
+async def test_a_write_that_is_cut_short_ends_before_its_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a closed file is soon another file's, and would be written to."""
+    folders = UploadFolders(tmp_path)
+    upload_id = uuid7()
+    folders.make(upload_id, 1)
+    data = random.Random(0).randbytes(4 << 20)
+    is_writing, go_on = threading.Event(), threading.Event()
+    write, close = os.write, os.close
+    done: list[str] = []
+
+    def slow(descriptor: int, piece: bytes) -> int:
+        is_writing.set()
+        assert go_on.wait(30)
+        count = write(descriptor, piece)
+        done.append("written")
+        return count
+
+    def noted_close(descriptor: int) -> None:
+        done.append("closed")
+        close(descriptor)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield data[: 2 << 20]
+        yield data[2 << 20 :]
+
+    with folders.locked(upload_id) as upload:
+        with monkeypatch.context() as patch:
+            patch.setattr(upload_files.os, "write", slow)
+            patch.setattr(upload_files.os, "close", noted_close)
+            appending = asyncio.create_task(upload.append(TENSORS, chunks(), size_bytes=len(data)))
+            assert await asyncio.to_thread(is_writing.wait, 30)
+            for _ in range(2):
+                appending.cancel()
+                await asyncio.sleep(0.1)
+            assert (appending.done(), done) == (False, [])
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await appending
+        assert done == ["written", "closed"]
+        kept = (upload.folder / TENSORS).read_bytes()
+    assert kept == data[: 2 << 20]
 
 
 async def test_what_is_missing_or_changed_makes_no_version(stand: Stand) -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from loraplex_engine.artifact import ModelShape
 from loraplex_platform.db.session import Database
 from loraplex_platform.evals.runner import EvalWorker
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 
-from tests.platform.control.stand import BASE, Stand
+from tests.platform.control.stand import BASE, AdapterFiles, Stand
+from tests.platform.gateway.stand import eventually
+from tests.support.adapter_files import make_adapter
 
 
 @asynccontextmanager
@@ -118,3 +121,29 @@ async def results_of(stand: Stand, tenant_id: str, run_id: str) -> dict[str, dic
     rows = answer.json()["data"]
     assert len({row["case_id"] for row in rows}) == len(rows)
     return {row["case_id"]: row for row in rows}
+
+
+async def deploy_adapter(
+    stand: Stand, tenant_id: str, folder: Path, model: Path, name: str = "one"
+) -> dict[str, Any]:
+    """An adapter of real engines' model under its name, once an engine is ready to probe it."""
+    made = folder / "adapter"
+    make_adapter(made, ModelShape.from_config_json(model / "config.json"), rank=4, size=0.3)
+    files = AdapterFiles(
+        (made / "adapter_config.json").read_bytes(),
+        (made / "adapter_model.safetensors").read_bytes(),
+    )
+    answers = []
+
+    async def is_uploaded() -> bool:
+        answers.append(await stand.upload(tenant_id, name, files))
+        assert answers[-1].status_code in (201, 503), answers[-1].text
+        return answers[-1].status_code == 201
+
+    await eventually(is_uploaded, "the engine is ready and the adapter probed", deadline_s=120)
+    answer = await stand.admin.put(
+        f"/admin/v1/tenants/{tenant_id}/deployments/{name}",
+        json={"version_id": answers[-1].json()["version"]["id"]},
+    )
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())

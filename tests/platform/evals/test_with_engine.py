@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
-from loraplex_engine.artifact import ModelShape
 from loraplex_engine.client import EngineClient
 from loraplex_platform.control.app import create_app
 from loraplex_platform.db.session import open_database
 
-from tests.platform.control.stand import (
-    AdapterFiles,
-    Stand,
-    cheap_passwords,
-    settings_for,
-)
+from tests.platform.control.stand import Stand, cheap_passwords, settings_for
 from tests.platform.evals.stand import (
     case,
+    deploy_adapter,
     ended,
     results_of,
     started,
     suite_of,
     working,
 )
-from tests.platform.gateway.stand import eventually
-from tests.support.adapter_files import make_adapter
 from tests.support.engine_process import check_quiet, engine_process
 from tests.support.fake_engine import FakeEngine
 from tests.support.postgres import database_settings, serving_url
@@ -64,7 +56,7 @@ async def test_the_same_revision_gives_the_same_bits_and_an_adapter_other_answer
         stand = Stand(app, FakeEngine(folder), db, redis_url, folder, settings)
         stack.push_async_callback(_close, stand)
         tenant = (await stand.tenant("acme"))["id"]
-        deployed = await _deploy(stand, tenant, folder, model)
+        deployed = await deploy_adapter(stand, tenant, folder, model)
         suite = await suite_of(stand, tenant, *CASES)
         async with working(db, redis_url, model):
             first = await ended(stand, tenant, await started(stand, tenant, suite))
@@ -116,26 +108,3 @@ async def test_the_same_revision_gives_the_same_bits_and_an_adapter_other_answer
 async def _close(stand: Stand) -> None:
     for client in stand.clients:
         await client.aclose()
-
-
-async def _deploy(stand: Stand, tenant: str, folder: Path, model: Path) -> dict[str, Any]:
-    made = folder / "adapter"
-    make_adapter(made, ModelShape.from_config_json(model / "config.json"), rank=4, size=0.3)
-    files = AdapterFiles(
-        (made / "adapter_config.json").read_bytes(),
-        (made / "adapter_model.safetensors").read_bytes(),
-    )
-    answers = []
-
-    async def is_uploaded() -> bool:
-        answers.append(await stand.upload(tenant, "one", files))
-        assert answers[-1].status_code in (201, 503), answers[-1].text
-        return answers[-1].status_code == 201
-
-    await eventually(is_uploaded, "the engine is ready and the adapter probed", deadline_s=120)
-    answer = await stand.admin.put(
-        f"/admin/v1/tenants/{tenant}/deployments/one",
-        json={"version_id": answers[-1].json()["version"]["id"]},
-    )
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())

@@ -497,6 +497,11 @@ async def test_a_revision_with_a_build_is_run_by_that_build_alone(
     assert away.status_code == 503
     assert away.json()["error"]["code"] == "engine_unavailable"
     assert build in away.json()["error"]["message"]
+    # Its side's gates count it, or they would never see a canary whose replicas are gone.
+    refused = await request_of(stand, away)
+    assert (refused.arm, refused.rollout_id, refused.state) == ("canary", rollout_id, "voided")
+    assert (refused.http_status, refused.error_code) == (503, "engine_unavailable")
+    assert refused.replica_id is None
 
     new = FakeEngine(
         short_tmp_path,

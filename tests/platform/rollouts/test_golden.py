@@ -108,3 +108,18 @@ async def _end(world: World, state: str) -> None:
         "update eval_runs set state = :state, started_at = now(), ended_at = now() where state = 'queued'",
         state=state,
     )
+
+
+async def test_a_suite_that_no_worker_takes_is_told_of(world: World) -> None:
+    suite = await suite_of(world.stand, world.tenant, case("a", NEVER))
+    gate = {**NO_GATES, "offline": {"suite_id": suite}}
+    rollout = await world.started(steps=[canary(500)], gate=gate)
+    await world.look(2)
+    assert "hold" not in await world.kinds(rollout["id"])
+
+    await run_sql(world.db, "update eval_runs set created_at = now() - interval '2 minutes'")
+    await world.look(2)
+
+    holds = [words for kind, words in await world.events(rollout["id"]) if kind == "hold"]
+    assert len(holds) == 1
+    assert "LORAPLEX_MODEL_DIR" in holds[0]

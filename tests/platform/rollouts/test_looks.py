@@ -14,6 +14,7 @@ from loraplex_platform.rollouts import looks
 from loraplex_platform.rollouts.aggregates import Histogram, Latencies, Mix, SubjectSums
 from loraplex_platform.rollouts.gates import GateSettings
 from loraplex_platform.rollouts.records import StepKind
+from loraplex_platform.rollouts.schemas import show_sides
 from loraplex_platform.rollouts.verdicts import GatePlan
 from sqlalchemy import text
 
@@ -203,6 +204,123 @@ async def test_shadows_are_compared_in_what_does_not_depend_on_their_turn(world:
     assert metrics["stable"]["token_share"] + metrics["canary"]["token_share"] == pytest.approx(1)
     gates = {gate["gate"]: gate for gate in metrics["gates"]}
     assert "canary logprob -2 (" in gates["logprob"]["summary"]
+
+
+async def test_of_many_requests_a_sample_of_subjects_is_read_whole(world: World) -> None:
+    rollout = await world.stepping(steps=[canary(500, hold_s=3600)], gate={})
+    rollout_id = parse_id("rollout", rollout["id"])
+    for arm, subjects in (("stable", 200), ("canary", 40)):
+        await world.play(rollout["id"], arm, 2 * subjects, subjects=subjects)
+    # Keys as assignment makes them: 64 uniform bits.
+    await run_sql(
+        world.db, "update requests set subject_key = hashtextextended(subject_key::text, 7)"
+    )
+
+    async def seen(**options: Any) -> looks.Look:
+        return await looks.look(
+            world.db.sessions, rollout_id, 0, "canary", plan_of("canary"), **options
+        )
+
+    async def wanted(arm: str, one_in: int) -> tuple[int, int]:
+        last = -(2**63) + 2**64 // one_in - 1
+        keys = [r["subject_key"] for r in await rows_of(world, rollout_id, arm)]
+        read = [key for key in keys if key <= last]
+        return len(set(read)), len(read)
+
+    whole = await seen()
+    assert (whole.stable.num_requests, whole.canary.num_requests) == (400, 80)
+    assert whole.sample is None
+
+    # Each side by itself: the least power of two that fits, subjects with all that they sent.
+    found = await seen(most_requests=120, least_subjects=1)
+    assert (found.stable.one_in, found.canary.one_in) == (4, 1)
+    assert (found.stable.num_subjects, found.stable.num_requests) == await wanted("stable", 4)
+    assert found.stable.num_requests == 2 * found.stable.num_subjects <= 120
+    assert (await wanted("stable", 2))[1] > 120
+    assert found.canary.num_requests == 80
+    assert found.sample == "of a sample of 1 in 4 of stable's subjects"
+    # What is shown of the split is of all.
+    stable, shown = show_sides(found)
+    assert stable.request_share == pytest.approx(5 / 6, abs=0.05)
+    assert shown.subject_share == pytest.approx(1 / 6, abs=0.05)
+    errors = found.observed["error_rate"].stable
+    assert isinstance(errors, SubjectSums)
+    assert errors.num_requests == found.stable.num_requests
+
+    # What was sampled stays so.
+    kept = await seen(at_least=(8, 2))
+    assert (kept.stable.one_in, kept.canary.one_in) == (8, 2)
+    assert (kept.canary.num_subjects, kept.canary.num_requests) == await wanted("canary", 2)
+    assert "1 in 8 of stable's and 1 in 2 of the canary's subjects" in (kept.sample or "")
+    # Few subjects are read whatever they sent.
+    few = await seen(most_requests=20, least_subjects=30)
+    assert (few.stable.num_subjects >= 30, few.canary.one_in) == (True, 1)
+    assert few.stable.num_requests > 20
+
+
+async def test_a_step_is_read_by_its_index_though_statistics_know_nothing_of_it(
+    world: World,
+) -> None:
+    rollout = await world.stepping(steps=[canary(500, hold_s=3600)], gate={})
+    await world.play_equal(rollout["id"], 20)
+    # A small table is cheaper read whole, and so it would be: the worst that statistics can say.
+    await run_sql(world.db, "analyze requests")
+    values = {
+        "rollout_id": parse_id("rollout", rollout["id"]),
+        "step": 0,
+        "arm": "canary",
+        "ours": [],
+        "last_stable_key": looks.last_key(2),
+        "last_canary_key": looks.last_key(1),
+        "most_stable": 10,
+        "most_canary": 10,
+        "ttft_quantile": 0.95,
+        "itl_quantile": 0.95,
+    }
+    async with world.db.sessions() as session:
+        for setting in looks.SETTINGS:
+            await session.execute(setting)
+        sql = looks.STATEMENTS["canary"].text
+        asked = text(f"explain (costs off) {sql}").bindparams(*looks.PARAMETERS)
+        plan = [row[0].strip() for row in await session.execute(asked, values)]
+
+    assert not [line for line in plan if "Seq Scan" in line]
+    conditions = [line for line in plan if line.startswith("Index Cond")]
+    assert len(conditions) >= 2
+    for condition in conditions:
+        for column in ("rollout_id", "rollout_step", "arm", "subject_key"):
+            assert column in condition, plan
+
+
+async def test_the_driver_keeps_a_steps_sample_and_says_of_what_it_speaks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = await world.stepping(steps=[canary(500, hold_s=3600), canary(1000, hold_s=3600)])
+    name = rollout["id"]
+    await world.play_equal(name, 60)
+    await run_sql(
+        world.db, "update requests set subject_key = hashtextextended(subject_key::text, 7)"
+    )
+    monkeypatch.setattr(looks.look, "__kwdefaults__", dict(looks.look.__kwdefaults__))
+    looks.look.__kwdefaults__.update(most_requests=40, least_subjects=1)
+    await world.look()
+    verdict = (await world.read(name))["verdict"]
+    assert (verdict["stable"]["one_in"], verdict["canary"]["one_in"]) == (2, 2)
+    assert verdict["summary"].endswith(
+        ", of a sample of 1 in 2 of stable's and 1 in 2 of the canary's subjects"
+    )
+    metrics = await world.call("GET", f"/{name}/metrics")
+    assert metrics["sample"] == verdict["sample"]
+    # Even if there were fewer again.
+    looks.look.__kwdefaults__.update(most_requests=1000)
+    await world.look()
+    assert (await world.read(name))["verdict"]["stable"]["one_in"] == 2
+    # The next step's are others.
+    await run_sql(world.db, "update rollouts set step_began_at = now() - interval '2 h'")
+    await world.look()
+    assert (await world.read(name))["step"] == 1
+    await world.look()
+    assert (await world.read(name))["verdict"]["stable"]["one_in"] == 1
 
 
 async def test_a_step_without_requests_has_nothing_to_say(world: World) -> None:
