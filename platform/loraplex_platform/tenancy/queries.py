@@ -123,11 +123,13 @@ async def count_live_keys(
 ) -> int:
     """Keys of a tenant (None: of all) or of a project of it that may still be used."""
     statement = select(func.count()).where(
-        or_(tenant_id is None, ApiKey.tenant_id == tenant_id),
-        or_(project_id is None, ApiKey.project_id == project_id),
         ApiKey.status != "revoked",
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
+    if tenant_id is not None:
+        statement = statement.where(ApiKey.tenant_id == tenant_id)
+    if project_id is not None:
+        statement = statement.where(ApiKey.project_id == project_id)
     return int(await session.scalar(statement) or 0)
 
 
