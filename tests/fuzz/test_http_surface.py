@@ -87,7 +87,7 @@ async def test_nothing_that_is_sent_breaks_anything(
         EngineClient(address, gateway_id="fuzz") as engine,
     ):
         customer = await add_customer(db)
-        base_id = await add_base(db)
+        base_id = await add_base(db, model)
         await deploy(db, base_id, None, BASE)
         await deploy(db, base_id, customer.tenant_id, "tuned", digest=digest)
         await deploy(db, base_id, customer.tenant_id, "gone", digest="sha256:" + "b" * 64)

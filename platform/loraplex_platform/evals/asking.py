@@ -22,6 +22,7 @@ from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import EngineUnavailableError, PlatformError
 from loraplex_platform.evals.records import PRIORITY, Target
 from loraplex_platform.fleet.absorbed import Answer, Question, ask
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
 from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import Detokenizer
 from loraplex_platform.gateway.routing import Router
@@ -74,7 +75,7 @@ class Asker:
         Raises:
             CaseError: too long, or the template refuses it.
         """
-        context = self.context_length
+        context = self.context_length()
         try:
             if messages is not None and self.tokenizer.has_template:
                 return await self.tokenizer.encode_chat(messages, context)
@@ -84,10 +85,9 @@ class Asker:
         except PlatformError as error:
             raise CaseError(error.message) from None
 
-    @property
-    def context_length(self) -> int:
-        """Tokens that prompt and answer have together, on whichever replica has the longest context."""
-        return self.router.max_model_len(self.base_model, self.tokenizer.context_length)
+    def context_length(self, builds: BuildRule = ANY_BUILD) -> int:
+        """Tokens that prompt and answer have together, on whichever of these replicas has the longest context."""
+        return self.router.max_model_len(self.base_model, self.tokenizer.context_length, builds)
 
     async def put(
         self,
@@ -108,10 +108,11 @@ class Asker:
             PlatformError: the tenant cannot be asked for, or no database.
         """
         length = len(prompt_ids) + sampling.max_tokens
-        if length > self.context_length:
+        context = self.context_length(target.builds)
+        if length > context:
             raise CaseError(
                 f"prompt ({len(prompt_ids)}) and max_tokens ({sampling.max_tokens}) together exceed the "
-                f"context of {self.context_length} tokens: shorten one"
+                f"context of {context} tokens: shorten one"
             )
         began_s = _now_s()
         wait_s = _WAIT_S
@@ -129,10 +130,8 @@ class Asker:
                     owner=self.owner,
                 )
                 return _checked(answer, left_s)
-            except EngineUnavailableError:
-                reason = "no engine was ready"
-                if target.builds.only is not None:
-                    reason = f"no engine of the build {target.builds.only} was ready"
+            except EngineUnavailableError as error:
+                reason = f"no engine was ready ({error.message})"
             except EngineRejectedError as error:
                 if error.code == "adapter_invalid":
                     raise TargetError(f"the engine refuses the adapter: {error.message}") from None

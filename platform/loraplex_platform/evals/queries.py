@@ -124,7 +124,7 @@ _TriedRevision = aliased(DeploymentRevision)
 _TriedBuild = aliased(EngineBuild)
 
 
-def _targets() -> Select[DeploymentRevision, str, str, str, str | None, str | None]:
+def _targets() -> Select[DeploymentRevision, str, BaseModel, str | None, str | None]:
     """Revisions with their names, their own engine build, and the one that a rollout tries beside them."""
     tried = (
         select(_TriedBuild.fingerprint)
@@ -144,8 +144,7 @@ def _targets() -> Select[DeploymentRevision, str, str, str, str | None, str | No
         select(
             DeploymentRevision,
             Deployment.public_name,
-            BaseModel.name,
-            BaseModel.revision,
+            BaseModel,
             EngineBuild.fingerprint,
             tried,
         )
@@ -183,17 +182,22 @@ async def find_current_target(session: AsyncSession, tenant_id: UUID, name: str)
 def _to_target(row: Any) -> Target | None:  # noqa: ANN401 (a row of `_targets`)
     if row is None:
         return None
-    revision, model, base_model, weights, fingerprint, tried = row
+    revision, model, base_model, fingerprint, tried = row
     return Target(
         revision_id=revision.id,
         deployment_id=revision.deployment_id,
         number=revision.number,
         model=model,
-        base_model=base_model,
+        base_model=base_model.name,
         adapter_version_id=revision.adapter_version_id,
         adapter_digest=revision.adapter_digest,
         params=revision.params,
-        builds=BuildRule(only=fingerprint, never=tried, weights=None if fingerprint else weights),
+        builds=BuildRule(
+            only=fingerprint,
+            rather_not=() if tried is None else (tried,),
+            base_revision=base_model.revision,
+            tokenizer_sha256=base_model.tokenizer_sha256,
+        ),
     )
 
 

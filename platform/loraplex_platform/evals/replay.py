@@ -100,7 +100,7 @@ class Replay:
             target = await self.find_model(line.model)
         if target is None:
             return CaseResult("error", f"there is no model {line.model}")
-        context = self.asker.context_length
+        context = self.asker.context_length(target.builds)
         completion = min(line.completion_tokens, context - 1)
         length = min(line.prompt_tokens, context - completion)
         if (length, completion) != (line.prompt_tokens, line.completion_tokens):

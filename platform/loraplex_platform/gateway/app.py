@@ -148,6 +148,7 @@ async def _open_spool(
 async def _heartbeat(gateway: Gateway) -> None:
     started_at = datetime.now(UTC)
     while True:
+        gateway.known_revisions.forget_idle()
         try:
             async with gateway.sessions.begin() as session:
                 await queries.note_gateway(session, gateway.gateway_id, started_at)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -21,11 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import (
-    ConflictError,
-    EngineUnavailableError,
-    IdempotencyReuseError,
-)
+from loraplex_platform.errors import ConflictError, EngineUnavailableError, IdempotencyReuseError
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -428,20 +424,29 @@ class _Listener:
         self.pump.abandon()
 
 
-def _find_replica(gateway: Gateway, job: Job) -> Replica | EngineUnavailableError:
-    """Who runs it. Of a rollout's request the refusal goes to the books as well: a canary that nobody can
-    run must count as one that fails, or its subjects would be refused for as long as nobody looks.
+def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica | EngineUnavailableError]:
+    """The job and who runs it first.
+
+    Of a rollout's stable side the build that is tried is no choice. Where none else is ready, an answer by it
+    is better than none, but says nothing of either side: the request then counts for neither. Of a rollout's
+    request the refusal goes to the books as well: a canary that nobody can run must count as one that fails,
+    or its subjects would be refused for as long as nobody looks.
 
     Raises:
         EngineUnavailableError: nobody, and it is in no rollout.
     """
-    model = job.model
+    choose = gateway.router.choose
+    base_model, length = job.model.base_model, job.num_tokens
     try:
-        return gateway.router.choose(model.base_model, job.num_tokens, builds=model.builds)
+        return job, choose(base_model, length, builds=job.builds)
     except EngineUnavailableError as error:
         if job.side is None or job.side.rollout_id is None:
             raise
-        return error
+        if job.builds != job.model.builds:
+            with contextlib.suppress(EngineUnavailableError):
+                stand_in = choose(base_model, length, builds=job.model.builds)
+                return replace(job, side=None, copies=None), stand_in
+        return job, error
 
 
 async def run(
@@ -455,9 +460,10 @@ async def run(
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
+    job, replica = _place(gateway, job)
     pump = gateway.make_pump(
         job,
-        _find_replica(gateway, job),
+        replica,
         metrics=gateway.metrics,
         on_closed=gateway.copying.note,
         gate=gate,

@@ -181,6 +181,8 @@ class Copying:
         rollout = copies.stable.rollout
         if rollout is None or job.side is None:
             raise RuntimeError("a shadow without a rollout")
+        if rollout.canary.fault is not None:
+            raise _DroppedError("revision_invalid")
         model = copies.stable.answered_by(rollout.canary)
         self._check_slots(job, model)
         prepared = await self._prepared(job, copies, model)
@@ -255,8 +257,9 @@ class Copying:
         """One that has nobody else's request waiting; looks again and again until it is too late."""
         while True:
             try:
+                # Never the canary's build for the stable revision: a likelihood is of what it names.
                 replica = self._gateway.router.choose(
-                    model.base_model, num_tokens, builds=model.builds
+                    model.base_model, num_tokens, builds=model.stable_builds
                 )
                 if not _is_busy(await replica.client.stats(_STATS_TIMEOUT_S)):
                     return replica

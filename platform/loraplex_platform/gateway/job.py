@@ -10,6 +10,7 @@ from uuid import UUID
 from loraplex_engine.protocol import SamplingParams
 
 from loraplex_platform.errors import PlatformError
+from loraplex_platform.gateway.builds import BuildRule
 from loraplex_platform.gateway.idempotency import Retry
 from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageReport
 from loraplex_platform.gateway.queries import ServedModel
@@ -80,6 +81,12 @@ class Job:
     side: Side | None = None  # of its deployment's rollout
     copies: Copies | None = None
     shadow_of: UUID | None = None  # the user's request that this one repeats
+
+    @property
+    def builds(self) -> BuildRule:
+        """Which engine builds may run it; one that counts for a rollout's stable side, not the canary's."""
+        is_stable = self.side is not None and self.side.arm == "stable"
+        return self.model.stable_builds if is_stable else self.model.builds
 
     @property
     def num_tokens(self) -> int:

@@ -367,9 +367,9 @@ class Pump:
     async def _reroute(self, refused_by: set[str]) -> bool:
         """Choose another replica and note it, so that the sweeper would ask the right one."""
         try:
-            model = self.job.model
+            job = self.job
             replica = self.router.choose(
-                model.base_model, self.job.num_tokens, refused_by, builds=model.builds
+                job.model.base_model, job.num_tokens, refused_by, builds=job.builds
             )
             self.replica = replica
             return await metering.assign(

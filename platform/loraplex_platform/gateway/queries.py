@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -36,6 +37,7 @@ from loraplex_platform.rollouts.assignment import StickyBy
 
 _FALLBACK_SEEN_WITHIN = timedelta(days=1)
 _MAX_REPLICAS = 256
+KNOWN_IDLE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Revision:
 
     Attributes:
         deployment_id, tenant_id: whose it is; no tenant: the platform's.
+        base_revision, tokenizer_sha256: of the base model's weights and tokenizer; no others may answer.
         fingerprint: of the one engine build that runs it; None: any of the base does.
-        weights: the base model's revision.
         fault: why it cannot be used, if it cannot.
     """
 
@@ -54,29 +56,60 @@ class Revision:
     tenant_id: UUID | None
     base_model_id: UUID
     base_model: str
+    base_revision: str
+    tokenizer_sha256: str
     adapter_version_id: UUID | None = None
     adapter_digest: str | None = None
     adapter_id: UUID | None = None
     params: RevisionParams = NO_PARAMS
     fingerprint: str | None = None
-    weights: str | None = None
     fault: InvalidRevisionError | None = None
+
+    def check_usable(self) -> None:
+        """Raises `InvalidRevisionError` if it has a fault."""
+        if self.fault is not None:
+            raise InvalidRevisionError(self.fault.message)
 
 
 class KnownRevisions:
-    """What a gateway has read of revisions: they never change, so each is read once.
+    """What a gateway has read of revisions: they never change, so each is read once while it is asked for.
+
+    One that nobody asks for is forgotten: its system prompt is a tenant's text, which must not outlive the
+    tenant here.
 
     Args:
-        most: how many are kept; whoever was read first goes first.
+        most: how many are kept; whoever was asked for longest ago goes first.
+        idle_s: how long one is kept that nobody asks for; `forget_idle` has to be called for that.
     """
 
-    def __init__(self, most: int = 10_000) -> None:
+    def __init__(self, most: int = 10_000, idle_s: float = KNOWN_IDLE_S) -> None:
         self._most = most
-        self._known: dict[UUID, Revision] = {}
+        self._idle_s = idle_s
+        self._known: dict[UUID, Revision] = {}  # in the order of their last use
+        self._used_at_s: dict[UUID, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def forget_idle(self, now_s: float | None = None) -> None:
+        """Let go of those that nobody has asked for lately. `now_s`: monotonic."""
+        until_s = (time.monotonic() if now_s is None else now_s) - self._idle_s
+        while self._known:
+            oldest = next(iter(self._known))
+            if self._used_at_s[oldest] > until_s and len(self._known) <= self._most:
+                break
+            del self._known[oldest], self._used_at_s[oldest]
+
+    def _keep(self, revision: Revision) -> None:
+        self._known.pop(revision.id, None)
+        self._known[revision.id] = revision
+        self._used_at_s[revision.id] = time.monotonic()
 
     async def find(self, sessions: SessionFactory, ids: Sequence[UUID]) -> list[Revision]:
         """Those that there are, in no order."""
         found = [self._known[id_] for id_ in ids if id_ in self._known]
+        for revision in found:
+            self._keep(revision)
         if len(found) == len(ids):
             return found
         unknown = [id_ for id_ in ids if id_ not in self._known]
@@ -84,16 +117,15 @@ class KnownRevisions:
             _revision(row) for row in await sessions.calls.rows(_FIND_REVISIONS, {"ids": unknown})
         ]
         for revision in read:
-            self._known[revision.id] = revision
-        while len(self._known) > self._most:
-            del self._known[next(iter(self._known))]
+            self._keep(revision)
+        self.forget_idle()
         return found + read
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveRollout:
-    """What the data plane needs of a deployment's rollout; as long as one is active, a new build is not for
-    requests that are not in it.
+    """What the data plane needs of a deployment's rollout. The canary may have a `fault`: whoever asks it
+    for an answer looks.
     """
 
     id: UUID
@@ -114,8 +146,7 @@ class ServedModel:
     Attributes:
         is_pinned: the revision is the tenant's pin, which no rollout moves.
         rollout: the deployment's active one.
-        failed_builds: of rollouts of this deployment that were given up; not asked for where the revision
-            names its build.
+        failed_builds: of rollouts of this deployment that were given up.
     """
 
     public_name: str
@@ -136,11 +167,30 @@ class ServedModel:
 
     @property
     def builds(self) -> BuildRule:
-        """Which engine builds may run its revision."""
-        if self.revision.fingerprint is not None:
-            return BuildRule(only=self.revision.fingerprint)
-        tried = None if self.rollout is None else self.rollout.canary.fingerprint
-        return BuildRule(never=tried, rather_not=self.failed_builds, weights=self.revision.weights)
+        """Which engine builds may run its revision. The build that a rollout tries, or tried in vain, is the
+        last choice of a revision that names none: where the whole fleet runs it, it goes on to answer.
+        """
+        revision, tried = self.revision, self._tried_build
+        builds = () if revision.fingerprint is not None else self.failed_builds
+        if tried is not None and tried not in builds:
+            builds = (*builds, tried)
+        return BuildRule(
+            only=revision.fingerprint,
+            rather_not=builds,
+            base_revision=revision.base_revision,
+            tokenizer_sha256=revision.tokenizer_sha256,
+        )
+
+    @property
+    def stable_builds(self) -> BuildRule:
+        """Which may run it for what is compared with the canary: never the one that the canary is on."""
+        return replace(self.builds, never=self._tried_build)
+
+    @property
+    def _tried_build(self) -> str | None:
+        if self.rollout is None or self.revision.fingerprint is not None:
+            return None
+        return self.rollout.canary.fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +235,8 @@ left join lateral (
 """
 # An adapter is its revision's own tenant's.
 _FIND_REVISIONS: Final = """
-select r.id, r.deployment_id, r.tenant_id, r.base_model_id, b.name, r.adapter_version_id,
-    r.adapter_digest, v.adapter_id, r.params, e.fingerprint, b.revision
+select r.id, r.deployment_id, r.tenant_id, r.base_model_id, b.name, b.revision, b.tokenizer_sha256,
+    r.adapter_version_id, r.adapter_digest, v.adapter_id, r.params, e.fingerprint
 from deployment_revisions r
 join base_models b on b.id = r.base_model_id
 left join adapter_versions v on v.id = r.adapter_version_id and v.tenant_id = r.tenant_id
@@ -207,7 +257,8 @@ async def find_model(
     that are not `known`.
 
     Raises:
-        InvalidRevisionError: what is stored of a revision that may answer cannot be used.
+        InvalidRevisionError: what is stored of the revision that answers outside of a rollout's canary side
+            cannot be used.
     """
     if "\0" in public_name:  # Postgres has no such text, so nothing is called that
         return None
@@ -226,11 +277,12 @@ async def find_model(
         if (revision.deployment_id, revision.tenant_id, revision.base_model)
         == (deployment_id, owner_id, base_model)
     }
-    revision = _usable(revisions.get(revision_id))
+    revision = revisions.get(revision_id)
     if revision is None:
         return None
+    revision.check_usable()
     active = None
-    if rollout_id is not None and (canary := _usable(revisions.get(canary_id))) is not None:
+    if rollout_id is not None and (canary := revisions.get(canary_id)) is not None:
         step, state, weight_bp, shadow_bp, score_bp, sticky_by, salt, _ = rollout
         active = ActiveRollout(
             rollout_id, step, state, weight_bp, shadow_bp, score_bp, sticky_by, salt, canary
@@ -246,16 +298,10 @@ async def find_model(
     )
 
 
-def _usable(revision: Revision | None) -> Revision | None:
-    if revision is not None and revision.fault is not None:
-        raise InvalidRevisionError(revision.fault.message)
-    return revision
-
-
 def _revision(row: Sequence[Any]) -> Revision:
     """Of a row of `_FIND_REVISIONS`."""
-    id_, deployment_id, tenant_id, base_id, base, version_id, digest, adapter_id, *rest = row
-    stored, build, weights = rest
+    id_, deployment_id, tenant_id, base_id, base, base_revision, tokenizer, *rest = row
+    version_id, digest, adapter_id, stored, build = rest
     params, fault = NO_PARAMS, None
     try:
         params = params_of(id_, stored)
@@ -267,12 +313,13 @@ def _revision(row: Sequence[Any]) -> Revision:
         tenant_id=tenant_id,
         base_model_id=base_id,
         base_model=base,
+        base_revision=base_revision,
+        tokenizer_sha256=tokenizer,
         adapter_version_id=version_id,
         adapter_digest=digest,
         adapter_id=adapter_id,
         params=params,
         fingerprint=build,
-        weights=weights,
         fault=fault,
     )
 

@@ -67,6 +67,9 @@ def choose_revision(
 
     Args:
         model: as it was found, with its own revision.
+
+    Raises:
+        InvalidRevisionError: the canary is to answer, and what is stored of it cannot be used.
     """
     if model.is_pinned:
         return model, Side("pinned")
@@ -85,6 +88,8 @@ def choose_revision(
     )
     assignment = assign(rollout.salt, subject)
     is_canary = rollout.state == "canary" and assignment.is_canary(rollout.weight_bp)
+    if is_canary:
+        rollout.canary.check_usable()
     side = Side(
         "canary" if is_canary else "stable", rollout.id, rollout.step, assignment.subject_key
     )

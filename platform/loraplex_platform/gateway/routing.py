@@ -63,6 +63,15 @@ class Replica:
         welcome = self.client.welcome
         return self.record.model_fingerprint if welcome is None else welcome.model_fingerprint
 
+    def serves(self, base_model: str, builds: BuildRule = ANY_BUILD) -> bool:
+        """Whether it has that base model, in these weights."""
+        record = self.record
+        if record.base_model != base_model:
+            return False
+        if record.base_revision and record.model_fingerprint != self.fingerprint:
+            return False  # another process has started there, of which the record does not tell yet
+        return builds.is_of(record.base_revision, record.tokenizer_sha256)
+
 
 class Router:
     """Keeps one connection per announced replica. Use as `async with Router(...) as router`.
@@ -128,16 +137,17 @@ class Router:
 
     def max_model_len(self, base_model: str, default: int, builds: BuildRule = ANY_BUILD) -> int:
         """The longest context that any connected replica of this base and these builds serves; at most
-        `default`.
+        `default`. Builds of last resort count where there is no other.
         """
-        lengths = [
-            replica.max_model_len
+        replicas = [
+            replica
             for replica in self._replicas.values()
-            if replica.record.base_model == base_model
+            if replica.serves(base_model, builds)
             and builds.allows(replica.fingerprint)
             and replica.client.welcome is not None
             and replica.max_model_len > 0  # 0: it listens, but its model is still loading
         ]
+        lengths = [replica.max_model_len for replica in _preferred(replicas, builds)]
         return min(default, max(lengths, default=default))
 
     def choose(
@@ -161,23 +171,23 @@ class Router:
             replica
             for replica in self._replicas.values()
             if replica.is_ready
-            and replica.record.base_model == base_model
+            and replica.serves(base_model, builds)
             and replica.max_model_len >= num_tokens
             and replica.record.replica_id not in exclude
             and builds.allows(replica.fingerprint)
         ]
         if not candidates:
+            ready = [
+                replica
+                for replica in self._replicas.values()
+                if replica.is_ready and replica.record.base_model == base_model
+            ]
+            are_others_ready = bool(ready) and not any(r.serves(base_model, builds) for r in ready)
             raise EngineUnavailableError(
-                builds.unavailable(base_model), retry_after_s=RETRY_AFTER_S
+                builds.unavailable(base_model, are_others_ready=are_others_ready),
+                retry_after_s=RETRY_AFTER_S,
             )
-        if builds.weights is not None:
-            # Empty: a replica of a release that does not say.
-            known = ("", builds.weights)
-            candidates = [r for r in candidates if r.record.base_revision in known] or candidates
-        if builds.rather_not:
-            candidates = [
-                replica for replica in candidates if replica.fingerprint not in builds.rather_not
-            ] or candidates
+        candidates = _preferred(candidates, builds)
         # Ties are broken at random: gateways that start together must not all pick the same one.
         return min(candidates, key=lambda r: (r.client.num_in_flight, random.random()))  # noqa: S311 - no secret
 
@@ -258,6 +268,13 @@ class Router:
             log.warning("replica_mirror_unavailable", reason=type(error).__name__)
             return None
         return _valid([msgspec.json.encode(row) for row in rows])
+
+
+def _preferred(replicas: list[Replica], builds: BuildRule) -> list[Replica]:
+    """Without those of builds of last resort, unless there are no others."""
+    if not builds.rather_not:
+        return replicas
+    return [r for r in replicas if r.fingerprint not in builds.rather_not] or replicas
 
 
 def _valid(values: Sequence[bytes | str]) -> list[ReplicaRecord]:

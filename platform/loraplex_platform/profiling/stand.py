@@ -337,7 +337,7 @@ def _app(gateway: Gateway) -> RequestContext:
             model=ServedModel(
                 public_name="profile",
                 deployment_id=_NOBODY,
-                revision=Revision(_NOBODY, _NOBODY, None, _NOBODY, "profile"),
+                revision=Revision(_NOBODY, _NOBODY, None, _NOBODY, "profile", "", ""),
             ),
             endpoint="chat.completions",
             is_stream=True,

@@ -17,10 +17,12 @@ from uuid import UUID
 from loraplex_engine.client import EngineLostError, EngineRejectedError
 from loraplex_engine.protocol import SamplingParams
 
+from loraplex_platform.db import BaseModel
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import EngineUnavailableError, PlatformError, UnavailableError
 from loraplex_platform.fleet.absorbed import Answer, Question, ask
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.gateway.builds import BuildRule
 from loraplex_platform.gateway.chat_message import ChatMessage
 from loraplex_platform.gateway.detokenizer import Detokenizer
 from loraplex_platform.gateway.routing import Replica
@@ -48,7 +50,7 @@ class ProbeTarget:
     version_id: UUID  # of the version to be; only accounting knows it until it is inserted
     name: str
     digest: str
-    base_model: str
+    base_model: BaseModel
 
 
 class Prober:
@@ -62,9 +64,12 @@ class Prober:
         self._tokenizer = tokenizer
         self._owner = owner
 
-    async def find_engine(self, base_model: str) -> Replica:
-        """A replica that could run a probe now; raises `EngineUnavailableError`."""
-        return await self._fleet.ready_engine(base_model, num_tokens=256)
+    async def find_engine(self, base_model: BaseModel) -> Replica:
+        """A replica with these weights that could run a probe now; raises `EngineUnavailableError`."""
+        builds = BuildRule(
+            base_revision=base_model.revision, tokenizer_sha256=base_model.tokenizer_sha256
+        )
+        return await self._fleet.ready_engine(base_model.name, num_tokens=256, builds=builds)
 
     async def run(self, target: ProbeTarget) -> dict[str, Any]:
         """The report's `probe` part.
@@ -110,7 +115,7 @@ class Prober:
         question = Question(
             tenant_id=target.tenant_id,
             endpoint="probe",
-            model=target.base_model if digest is None else target.name,
+            model=target.base_model.name if digest is None else target.name,
             prompt_token_ids=prompt_ids,
             sampling=SamplingParams(
                 max_tokens=MAX_TOKENS,

@@ -118,7 +118,7 @@ class AdapterIntake:
             return known
         if upload.is_probed:
             # Before anything is stored: without an engine there is no probe, and no version.
-            await self._prober.find_engine(self.base_model.name)
+            await self._prober.find_engine(self.base_model)
         try:
             await asyncio.to_thread(self._store.put, upload.folder, verdict.digest)
         except OSError as error:
@@ -132,7 +132,7 @@ class AdapterIntake:
         probe = None
         if upload.is_probed:
             target = ProbeTarget(
-                tenant_id, version_id, upload.name, verdict.digest, self.base_model.name
+                tenant_id, version_id, upload.name, verdict.digest, self.base_model
             )
             probe = await self._prober.run(target)
         return Vetted(upload.name, version_id, verdict, _report(upload, verdict, probe))

@@ -25,7 +25,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import SYSTEM
-from loraplex_platform.db import Deployment, EvalRun, Rollout
+from loraplex_platform.db import Deployment, EvalRun, EvalSuiteVersion, Rollout
 from loraplex_platform.db.base import Json
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
@@ -136,11 +136,13 @@ class RolloutDriver:
     async def _attend(self, rollout: Rollout) -> None:
         async with self.sessions() as session:
             deployment = await session.get_one(Deployment, rollout.deployment_id)
-            canary = await queries.find_side(
-                session, rollout.deployment_id, revision_id=rollout.canary_revision_id
-            )
-        assert canary is not None  # noqa: S101 # a key of the table
+            stable, canary = [
+                await queries.find_side(session, rollout.deployment_id, revision_id=id_)
+                for id_ in (rollout.stable_revision_id, rollout.canary_revision_id)
+            ]
+        assert stable is not None and canary is not None  # noqa: PT018, S101 # keys of the table
         problem = self.fleet.problem(canary, deployment.public_name)
+        problem = problem or self.fleet.stable_problem(stable, canary)
         act = self._evaluate
         seen = _Seen(rollout, canary, problem)
         if rollout.state != "evaluating":
@@ -473,14 +475,18 @@ async def _ended(
     if known["state"] == "passed":
         return "passed", ""
     results = await eval_queries.all_results(session, run.tenant_id, run.id)
-    cases = [row.case_id for row in results if row.status != "pass"][:_SHOWN_CASES]
+    missed_cases = [row.case_id for row in results if row.status != "pass"]
+    unanswered = await _unanswered(session, run, {row.case_id for row in results})
+    cases = (missed_cases + unanswered)[:_SHOWN_CASES]
     verdict[name] = {**known, "state": run.state, "score": run.score, "cases": cases}
     words = f"the canary's {name} eval {known['suite']}: {run.state}"
     if run.score is not None:
         words += f", score {run.score:.4g}"
     if run.state != "passed":
-        missed = run.summary.get("missed", [])
-        details = [*missed, *([] if not cases else [f"not passed: {', '.join(cases)}"])]
+        details = list(run.summary.get("missed", []))
+        for what, names in (("not passed", missed_cases), ("without an answer", unanswered)):
+            if names:
+                details.append(f"{what}: {', '.join(names[:_SHOWN_CASES])}")
         if run.error:
             details.append(run.error)
         words = f"{words} ({'; '.join(details)})" if details else words
@@ -490,6 +496,15 @@ async def _ended(
             session, held, SYSTEM, "eval", words, {"run_id": known["run_id"], "cases": cases}
         )
     return ("passed" if run.state == "passed" else "failed"), words
+
+
+async def _unanswered(session: AsyncSession, run: EvalRun, answered: set[str]) -> list[str]:
+    """Cases that a run ended without, of which there is no result."""
+    version = await session.get_one(EvalSuiteVersion, run.suite_version_id)
+    content = suites.load(version.content)
+    if not isinstance(content, suites.ChecksContent):
+        return []
+    return [case.id for case in content.cases if case.id not in answered]
 
 
 # ---------------------------------------------------------------------------- what is kept of a look

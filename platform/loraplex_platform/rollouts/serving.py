@@ -42,6 +42,10 @@ class Fleet(Protocol):
         """Why it cannot be (yet), in words; None: every replica that may serve it can."""
         ...
 
+    def stable_problem(self, stable: Side, canary: Side) -> str | None:
+        """Why the stable side's requests could not be answered by anything but the build that is tried."""
+        ...
+
 
 @dataclass(slots=True)
 class _Tried:
@@ -77,6 +81,20 @@ class ConnectedFleet:
         problems = [self._problem_of(replica, side, model) for replica in ready]
         return next((problem for problem in problems if problem is not None), None)
 
+    def stable_problem(self, stable: Side, canary: Side) -> str | None:
+        """See `Fleet`."""
+        if canary.build is None or stable.build is not None:
+            return None
+        tried, base = canary.build.fingerprint, stable.base_model
+        ready = [replica for replica in self._eligible(stable) if replica.is_ready]
+        if any(replica.fingerprint != tried for replica in ready):
+            return None
+        return (
+            f"it waits for a replica of {base.name} with the weights {base.revision} and another engine build than "
+            f"the canary's {tried}: without one nothing answers stable requests but the canary's build, and there "
+            "is nothing to compare. Start one, or abort and roll out a revision that names no build."
+        )
+
     async def close(self) -> None:
         """Stop asking; what was asked is aborted and its books are closed."""
         tasks = [tried.task for tried in self._tried.values()]
@@ -86,14 +104,15 @@ class ConnectedFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _eligible(self, side: Side) -> Sequence[Replica]:
-        builds = BuildRule(only=None if side.build is None else side.build.fingerprint)
+        builds = BuildRule(
+            only=None if side.build is None else side.build.fingerprint,
+            base_revision=side.base_model.revision,
+            tokenizer_sha256=side.base_model.tokenizer_sha256,
+        )
         return [
             replica
             for replica in self.router.replicas
-            if replica.record.base_model == side.base_model.name
-            # Empty: a replica of a release that does not say.
-            and replica.record.base_revision in ("", side.base_model.revision)
-            and builds.allows(replica.fingerprint)
+            if replica.serves(side.base_model.name, builds) and builds.allows(replica.fingerprint)
         ]
 
     def _problem_of(self, replica: Replica, side: Side, model: str) -> str | None:

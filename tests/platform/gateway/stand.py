@@ -47,6 +47,7 @@ from loraplex_platform.gateway.http_protocol import BoundedHttpProtocol
 from loraplex_platform.gateway.main import Server
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import invariants
+from loraplex_platform.registry.base_model import read_base_model
 from loraplex_platform.settings import GatewaySettings
 from openai import AsyncOpenAI
 from sqlalchemy import select
@@ -324,13 +325,14 @@ def announce(redis_url: str, engine: FakeEngine, **changes: Any) -> None:
     connection.close()
 
 
-async def add_base(db: Database) -> UUID:
-    """The base model's row."""
+async def add_base(db: Database, model: Path | None = None) -> UUID:
+    """The base model's row; of the folder's weights and tokenizer, which a real engine tells of."""
+    facts = None if model is None else read_base_model(model, BASE)
     base = BaseModel(
         id=uuid7(),
         name=BASE,
-        revision="1",
-        tokenizer_sha256="0" * 64,
+        revision="1" if facts is None else facts.revision,
+        tokenizer_sha256="0" * 64 if facts is None else facts.tokenizer_sha256,
         chat_template_sha256="0" * 64,
         architecture={},
     )

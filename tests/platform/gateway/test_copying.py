@@ -366,7 +366,7 @@ def hangs_for_copies(sent: Generate) -> Script:
 async def test_shares_are_drawn_independently() -> None:
     rollout = ActiveRollout(
         id=uuid7(), step=0, state="shadow", weight_bp=0, shadow_bp=1_000, score_bp=5_000,
-        sticky_by="user", salt=b"", canary=Revision(uuid7(), uuid7(), None, uuid7(), "tiny"),
+        sticky_by="user", salt=b"", canary=Revision(uuid7(), uuid7(), None, uuid7(), "tiny", "", ""),
     )  # fmt: skip
     ids = [uuid7() for _ in range(20_000)]
     shadows = [id_ for id_ in ids if is_shadowed(id_, rollout)]

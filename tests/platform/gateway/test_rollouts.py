@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ async def test_a_rollout_that_has_not_begun_or_is_over_moves_nobody(
 ) -> None:
     deployed = await Deployed.make(stand)
     ended_at = None if state in ("draft", "evaluating") else datetime.now(UTC)
-    rollout_id = await deployed.roll_out(state="canary", weight_bp=10_000)
+    rollout_id = await deployed.roll_out(state="canary", shadow_bp=0, weight_bp=10_000)
     await rollouts.change_rollout(stand.db, rollout_id, state=state, weight_bp=0, ended_at=ended_at)
 
     answer = await deployed.ask()
@@ -531,9 +532,12 @@ async def test_a_revision_with_a_build_is_run_by_that_build_alone(
         stand.engine.is_ready = False
         await rollouts.change_rollout(stand.db, rollout_id, weight_bp=0)
         await eventually(lambda: stand.gateway.router.num_ready == 1, "only the new build")
-        held = await deployed.ask()
-        assert held.status_code == 503
-        assert build in held.json()["error"]["message"]
+        # Better an answer than none; but it says nothing of the side that it stands in for.
+        stood_in = await deployed.ask()
+        assert revision_of(stood_in) == deployed.stable_id
+        assert "x-loraplex-arm" not in stood_in.headers
+        row = await request_of(stand, stood_in)
+        assert (row.fingerprint, row.arm, row.rollout_id) == (build, None, None)
         stand.engine.is_ready = True
         await eventually(lambda: stand.gateway.router.num_ready == 2, "both builds")
         await rollouts.abort_rollout(stand.db, rollout_id)
@@ -548,3 +552,127 @@ async def test_a_revision_with_a_build_is_run_by_that_build_alone(
         stand.engine.is_ready = True
         await stand.settled()
         assert new.num_running == 0
+
+
+@pytest.mark.parametrize("state", ["evaluating", "shadow", "canary"])
+async def test_a_rollout_to_the_build_that_the_whole_fleet_runs_takes_nobody_down(
+    own_stand: Stand, state: str
+) -> None:
+    stand = own_stand
+    [replica] = stand.gateway.router.replicas
+    build_id = await rollouts.add_build(stand.db, BASE, replica.fingerprint)
+    deployed = await Deployed.make(stand, engine_build_id=build_id)
+
+    await deployed.roll_out(state=state, weight_bp=0)
+    answer = await deployed.ask()
+    await rollouts.add_pin(
+        stand.db,
+        stand.customer.tenant_id,
+        deployed.id,
+        await rollouts.add_revision(stand.db, deployed.id),
+    )
+    pinned = await deployed.ask()
+
+    assert revision_of(answer) == deployed.stable_id
+    assert "x-loraplex-arm" not in answer.headers
+    assert pinned.status_code == 200, pinned.text
+    assert pinned.headers["x-loraplex-arm"] == "pinned"
+
+
+async def test_other_weights_of_the_same_name_never_answer(
+    own_stand: Stand, short_tmp_path: Path
+) -> None:
+    stand = own_stand
+    deployed = await Deployed.make(stand)
+    other = FakeEngine(
+        short_tmp_path,
+        replica_id="fake-1",
+        model_fingerprint="sha256:" + "c" * 64,
+        max_model_len=tiny_model.CONTEXT_LENGTH,
+        vocab_size=400,
+    )
+    async with other:
+        announce(stand.redis_url, other, base_revision="2", tokenizer_sha256="0" * 64)
+        await eventually(lambda: stand.gateway.router.num_ready == 2, "the other weights")
+        for _ in range(8):
+            assert (await deployed.ask()).status_code == 200
+        assert other.received_of(Generate) == []
+        stand.engine.is_ready = False
+        await eventually(lambda: stand.gateway.router.num_ready == 1, "only the other weights")
+        await rollouts.add_pin(stand.db, stand.customer.tenant_id, deployed.id, deployed.stable_id)
+        away = await deployed.ask()
+        assert away.status_code == 503
+        assert away.json()["error"]["code"] == "engine_unavailable"
+        assert "with the weights 1 and the tokenizer " + "0" * 64 in away.json()["error"]["message"]
+
+        # Its weights, but another tokenizer; then a record of a process that is no more; then all as named.
+        announce(stand.redis_url, other, base_revision="1", tokenizer_sha256="e" * 64)
+        await _record_is(stand, tokenizer_sha256="e" * 64)
+        assert (await deployed.ask()).status_code == 503
+        old = {
+            "base_revision": "1",
+            "tokenizer_sha256": "0" * 64,
+            "model_fingerprint": "sha256:before",
+        }
+        announce(stand.redis_url, other, **old)
+        await _record_is(stand, model_fingerprint="sha256:before")
+        assert (await deployed.ask()).status_code == 503
+        announce(stand.redis_url, other, base_revision="1", tokenizer_sha256="0" * 64)
+        await _record_is(stand, model_fingerprint=other.model_fingerprint)
+        assert (await deployed.ask()).status_code == 200
+        stand.engine.is_ready = True
+        await stand.settled()
+
+
+async def _record_is(stand: Stand, **facts: str) -> None:
+    def is_known() -> bool:
+        records = [
+            r.record for r in stand.gateway.router.replicas if r.record.replica_id == "fake-1"
+        ]
+        return any(all(getattr(r, name) == facts[name] for name in facts) for r in records)
+
+    await eventually(is_known, "the record")
+
+
+async def test_a_canary_that_cannot_be_read_fails_only_its_own_subjects(stand: Stand) -> None:
+    deployed = await Deployed.make(stand, params={"sampling": {"temperature": "hot"}})
+    rollout_id = await deployed.roll_out(weight_bp=0)
+
+    stable = await deployed.ask()
+    await rollouts.change_rollout(stand.db, rollout_id, state="shadow", shadow_bp=10_000)
+    shadowed = await deployed.ask()
+    await rollouts.change_rollout(
+        stand.db, rollout_id, state="canary", shadow_bp=0, weight_bp=10_000
+    )
+    canary = await deployed.ask()
+    await rollouts.add_pin(stand.db, stand.customer.tenant_id, deployed.id, deployed.stable_id)
+    pinned = await deployed.ask()
+
+    assert revision_of(stable) == revision_of(shadowed) == deployed.stable_id
+    assert stable.headers["x-loraplex-arm"] == "stable"
+    assert canary.status_code == 500
+    assert canary.json()["error"]["code"] == "revision_invalid"
+    assert revision_of(pinned) == deployed.stable_id
+    assert len(stand.generated) == 3
+
+
+async def test_a_revision_that_nobody_asks_for_is_forgotten(stand: Stand) -> None:
+    deployed = await Deployed.make(stand, params={"system_prompt": "a tenant's secret"})
+    known = queries.KnownRevisions(idle_s=60.0)
+    ids = [deployed.stable_id, deployed.canary_id]
+    began_s = time.monotonic()
+    assert len(await known.find(stand.db.sessions, ids)) == len(known) == 2
+
+    known.forget_idle(began_s + 59)
+    assert len(known) == 2
+    await asyncio.sleep(0.05)
+    used_s = time.monotonic()
+    await known.find(stand.db.sessions, [deployed.stable_id])
+    known.forget_idle(used_s + 60)
+    assert len(known) == 1
+    known.forget_idle(time.monotonic() + 60)
+    assert len(known) == 0
+
+    few = queries.KnownRevisions(most=1)
+    assert len(await few.find(stand.db.sessions, ids)) == 2
+    assert len(few) == 1

@@ -57,7 +57,7 @@ async def test_scores_have_the_bits_that_the_answers_had(
         EngineClient(address, gateway_id="tests") as engine,
     ):
         customer = await add_customer(db)
-        deployment_id = await deploy(db, await add_base(db), None, BASE)
+        deployment_id = await deploy(db, await add_base(db, model), None, BASE)
         canary_id = await rollouts.add_revision(db, deployment_id)
         rollout_id = await rollouts.add_rollout(
             db, deployment_id, canary_id, weight_bp=10_000, score_bp=10_000

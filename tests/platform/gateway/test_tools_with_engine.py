@@ -72,7 +72,7 @@ async def engine_stand(
         )
         db = await enter(open_database(database_settings(serving_url(db_url))))
         customer = await add_customer(db)
-        await deploy(db, await add_base(db), None, BASE)
+        await deploy(db, await add_base(db, model), None, BASE)
         gateways, clients = [], {}
         for kind in FORMATS:
             settings = settings_for(

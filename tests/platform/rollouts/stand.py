@@ -54,6 +54,10 @@ class Servable:
         del side, model
         return self.reason
 
+    def stable_problem(self, stable: Side, canary: Side) -> str | None:
+        del stable, canary
+        return None
+
 
 @dataclass(slots=True)
 class World:

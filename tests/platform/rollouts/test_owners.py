@@ -10,7 +10,7 @@ import httpx
 import pytest
 from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.db.session import Database
-from loraplex_platform.ids import parse_id
+from loraplex_platform.ids import format_id, parse_id
 from loraplex_platform.registry import retirement
 from loraplex_platform.rollouts import service
 from loraplex_platform.rollouts.schemas import NewRollout
@@ -112,9 +112,9 @@ async def test_the_base_models_own_rollout_is_judged_by_tenants_requests(
 ) -> None:
     admin = world.stand.admin
     before = (await admin.get(f"/admin/v1/deployments/{BASE}")).json()["revision"]
-    body: dict[str, Any] = {"params": {"system_prompt": "Be brief."}}
+    body: dict[str, Any] = {"version_id": None, "params": {"system_prompt": "Be brief."}}
     if changed == "engine_build":
-        body = {"engine_build_id": await add_build(world.stand)}
+        body = {"version_id": None, "engine_build_id": await add_build(world.stand)}
     added = await admin.post(f"/admin/v1/deployments/{BASE}/revisions", json=body)
     assert added.status_code in (200, 201), added.text
     revision = added.json()
@@ -196,7 +196,7 @@ async def _version_path(world: World, number: int) -> tuple[str, str, str]:
             text("select adapter_id from adapter_versions where id = :id"),
             {"id": parse_id("adapter_version", version)},
         )
-    name = f"ad_{adapter.hex}"
+    name = format_id("adapter", adapter)
     return f"/admin/v1/tenants/{world.tenant}/adapters/{name}/versions/{version}", name, version
 
 
@@ -204,14 +204,16 @@ async def test_a_version_is_not_retired_while_a_rollout_comes_to_name_it(world: 
     path, _, _ = await _version_path(world, 1)
     async with world.db.sessions.begin() as session:
         wanted = NewRollout.model_validate(BODY)
-        made = await service.create(session, SYSTEM, world.customer.tenant_id, wanted)
+        made = await service.create(
+            session, SYSTEM, world.customer.tenant_id, wanted, is_operator=True
+        )
         retire = await _waits(world.db, world.stand.admin.post(f"{path}/retire"))
         rollout_id = made.id
     answer = await retire
     assert "rollout" in error_of(answer, 409, "in_use")["message"]
 
     # And a draft holds it until it has ended.
-    await world.act(f"rol_{rollout_id.hex}", "abort")
+    await world.act(format_id("rollout", rollout_id), "abort")
     assert (await world.stand.admin.post(f"{path}/retire")).status_code == 200
 
 
