@@ -86,3 +86,11 @@ def parse_id(kind: str, text: str) -> UUID:
     if prefix != PREFIXES[kind] or not is_hex:
         raise MalformedIdError(f"not a {kind} id: expected {PREFIXES[kind]}_ and 32 hex digits")
     return UUID(hex=digits)
+
+
+def parse_id_or_none(kind: str, text: str) -> UUID | None:
+    """The UUID in an id of the given kind; None where the text is no such id, which nothing has."""
+    try:
+        return parse_id(kind, text)
+    except MalformedIdError:
+        return None

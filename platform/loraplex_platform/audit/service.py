@@ -25,6 +25,11 @@ class Actor:
 SYSTEM = Actor(kind="system")
 
 
+def name_of(actor: Actor) -> str:
+    """Who did it, in one column: `user usr_...`, `admin_key`, `system`."""
+    return actor.kind if actor.id is None else f"{actor.kind} {actor.id}"
+
+
 def record(
     session: AsyncSession,
     actor: Actor,

@@ -13,7 +13,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
-from loraplex_platform.cli.output import JsonOption, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -288,6 +288,31 @@ def compare(
 
 
 @app.command()
+def series(
+    suite: SuiteArgument,
+    tenant: TenantOption,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="The newest so many runs.")] = 100,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show a suite's finished runs over time, oldest first."""
+    with open_admin(data_dir, control_url) as admin:
+        suite_id = _find_suite(admin, _suites_path(admin, tenant), suite)["id"]
+        path = f"{_tenant_path(admin, tenant)}/eval-series"
+        found = admin.call("GET", path, None, suite_id=suite_id, limit=str(limit))
+    if as_json:
+        print_json(found)
+        return
+    print_rows(
+        [
+            ("ended", "run", "version", "revision", "state", "score", "cases"),
+            *(_point_row(point) for point in found["data"]),
+        ]
+    )
+
+
+@app.command()
 def record(
     file: Annotated[Path, typer.Argument(help="Where to write the trace (JSONL).")],
     tenant: TenantOption,
@@ -481,6 +506,25 @@ def _suite_row(row: dict[str, Any]) -> tuple[object, ...]:
 def _run_row(row: dict[str, Any]) -> tuple[object, ...]:
     score = None if row["score"] is None else f"{row['score']:.4f}"
     return row["id"], row["suite"], row["suite_version"], row["state"], score
+
+
+def _point_row(point: dict[str, Any]) -> tuple[object, ...]:
+    figures = point["figures"] or point["counts"]
+    told = ", ".join(
+        f"{name} {_figure(value) if isinstance(value, float) else value}"
+        for name, value in figures.items()
+        if value
+    )
+    score = None if point["score"] is None else f"{point['score']:.4f}"
+    return (
+        moment_of(point["ended_at"]),
+        point["run_id"],
+        point["suite_version"],
+        point["revision_id"],
+        point["state"],
+        score,
+        told or None,
+    )
 
 
 def _schedule_row(row: dict[str, Any]) -> tuple[object, ...]:

@@ -44,6 +44,48 @@ OwnerOption = Annotated[
 ]
 RolloutArgument = Annotated[str, typer.Argument(metavar="ROLLOUT", help="Its id, rol_...")]
 ReasonOption = Annotated[str, typer.Option(help="Why, for the history.")]
+CanaryOption = Annotated[
+    str | None,
+    typer.Option(show_default="the newest", help="Number or id of the revision to try."),
+]
+StableOption = Annotated[
+    str | None,
+    typer.Option(show_default="what answers now", help="Number or id of the one to keep."),
+]
+ShadowOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=100,
+        show_default="10",
+        help="Begin with this percentage of the requests in the shadow, also with --weights; 0: with no shadow step.",
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(show_default="1,5,25,50", help="Percentages of the subjects, comma-separated."),
+]
+HoldOption = Annotated[
+    int | None,
+    typer.Option(min=0, show_default="600", help="Seconds that each step lasts at least."),
+]
+StickyByOption = Annotated[
+    Literal["tenant", "key", "user", "conversation"] | None,
+    typer.Option(
+        show_default="user",
+        help="Who stays with one side. A request that names no user or conversation goes by its key. Under about 30 "
+        "keys (or tenants) the gates cannot compare: then user or conversation.",
+    ),
+]
+GateOption = Annotated[
+    Path | None, typer.Option(help="JSON file with gates, as the API's `gate` takes them.")
+]
+OfflineOption = Annotated[
+    str | None, typer.Option(help="Name or id of an eval suite that the canary must pass first.")
+]
+GoldenOption = Annotated[
+    str | None, typer.Option(help="Name or id of a suite that is asked again and again.")
+]
 VersionOption = Annotated[
     int | None,
     typer.Option("--if-version", min=1, help="Only if it is at this version, as `show` says it."),
@@ -54,46 +96,18 @@ VersionOption = Annotated[
 def create(
     deployment: Annotated[str, typer.Argument(help="The model id.")],
     tenant: OwnerOption = None,
-    canary: Annotated[
-        str | None,
-        typer.Option(show_default="the newest", help="Number or id of the revision to try."),
-    ] = None,
-    stable: Annotated[
-        str | None,
-        typer.Option(show_default="what answers now", help="Number or id of the one to keep."),
-    ] = None,
-    shadow: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=100, help="Begin with this percentage of the requests in the shadow."
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            show_default="1,5,25,50", help="Percentages of the subjects, comma-separated."
-        ),
-    ] = None,
-    hold_s: Annotated[
-        int, typer.Option(min=0, help="Seconds that each step lasts at least.")
-    ] = 600,
-    sticky_by: Annotated[
-        Literal["tenant", "key", "user", "conversation"],
-        typer.Option(help="Who stays with one side."),
-    ] = "key",
+    canary: CanaryOption = None,
+    stable: StableOption = None,
+    shadow: ShadowOption = None,
+    weights: WeightsOption = None,
+    hold_s: HoldOption = None,
+    sticky_by: StickyByOption = None,
     approval: Annotated[
         bool, typer.Option("--approval", help="After the last step wait for `promote`.")
     ] = False,
-    gate: Annotated[
-        Path | None, typer.Option(help="JSON file with gates, as the API's `gate` takes them.")
-    ] = None,
-    offline: Annotated[
-        str | None,
-        typer.Option(help="Name or id of an eval suite that the canary must pass first."),
-    ] = None,
-    golden: Annotated[
-        str | None, typer.Option(help="Name or id of a suite that is asked again and again.")
-    ] = None,
+    gate: GateOption = None,
+    offline: OfflineOption = None,
+    golden: GoldenOption = None,
     start_now: Annotated[bool, typer.Option("--start", help="Start it at once.")] = False,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
@@ -106,27 +120,84 @@ def create(
       loraplex rollouts create capitals -t acme --canary 4 --weights 5,25 --start
     """
     with open_admin(data_dir, control_url) as admin:
-        settings = _read_gate(gate)
-        for name, suite in (("offline", offline), ("golden", golden)):
-            if suite is not None:
-                settings.setdefault(name, {})["suite_id"] = _suite_id(admin, tenant, suite)
         body: dict[str, Any] = {
             "deployment": deployment,
             "canary": canary,
             "stable": stable,
             "sticky_by": sticky_by,
             "promotion": "approval" if approval else "automatic",
-            "gate": settings,
+            "gate": _gates(admin, tenant, _read_gate(gate), offline, golden),
         }
-        if shadow is not None or weights is not None or hold_s != 600:
-            body["steps"] = _steps(
-                10.0 if shadow is None else shadow, weights or "1,5,25,50", hold_s
-            )
+        if (shadow, weights, hold_s) != (None, None, None):
+            from loraplex_platform.rollouts.schemas import default_steps
+
+            steps = [step.model_dump() for step in default_steps()]
+            body["steps"] = _steps(steps, shadow, weights, hold_s)
+        # What is not given is the API's default.
+        body = {name: value for name, value in body.items() if value is not None}
         path = _path(admin, tenant)
         made = admin.call("POST", path, body)
         if start_now:
             made = admin.call("POST", f"{path}/{made['id']}/start")
     _print(made, as_json=as_json)
+
+
+@app.command()
+def edit(
+    rollout: RolloutArgument,
+    tenant: OwnerOption = None,
+    canary: Annotated[str | None, typer.Option(help="Number or id of the one to try.")] = None,
+    stable: Annotated[str | None, typer.Option(help="Number or id of the one to keep.")] = None,
+    shadow: Annotated[
+        float | None,
+        typer.Option(min=0, max=100, help="Percentage of the requests; 0: no shadow step."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Percentages of the subjects, comma-separated.")
+    ] = None,
+    hold_s: Annotated[
+        int | None, typer.Option(min=0, help="Seconds that each step lasts at least.")
+    ] = None,
+    sticky_by: Annotated[
+        Literal["tenant", "key", "user", "conversation"] | None,
+        typer.Option(help="Who stays with one side."),
+    ] = None,
+    approval: Annotated[
+        bool | None,
+        typer.Option("--approval/--automatic", help="Whether it waits for `promote` at its end."),
+    ] = None,
+    gate: Annotated[
+        Path | None, typer.Option(help="JSON file with all gates, in place of those there are.")
+    ] = None,
+    offline: OfflineOption = None,
+    golden: GoldenOption = None,
+    version: VersionOption = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Change a draft; what is not given stays.
+
+    Example:
+
+      loraplex rollouts edit rol_... -t acme --sticky-by conversation --weights 5,25
+    """
+    with open_admin(data_dir, control_url) as admin:
+        path = f"{_path(admin, tenant)}/{rollout}"
+        found, etag = admin.read(path)
+        body: dict[str, Any] = {"canary": canary, "stable": stable, "sticky_by": sticky_by}
+        if approval is not None:
+            body["promotion"] = "approval" if approval else "automatic"
+        if (gate, offline, golden) != (None, None, None):
+            settings = found["gate"] if gate is None else _read_gate(gate)
+            body["gate"] = _gates(admin, tenant, settings, offline, golden)
+        if (shadow, weights, hold_s) != (None, None, None):
+            body["steps"] = _steps(found["steps"], shadow, weights, hold_s)
+        body = {name: value for name, value in body.items() if value is not None}
+        if not body:
+            raise CommandError("nothing is given to change")
+        done = admin.change("PATCH", path, body, etag if version is None else f'"{version}"')
+    _print(done, as_json=as_json)
 
 
 @app.command("list")
@@ -170,6 +241,10 @@ def list_rollouts(
 def show(
     rollout: RolloutArgument,
     tenant: OwnerOption = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="the current one", help="Another step's sides, from 1."),
+    ] = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -178,7 +253,11 @@ def show(
     with open_admin(data_dir, control_url) as admin:
         path = f"{_path(admin, tenant)}/{rollout}"
         found = admin.call("GET", path)
-        metrics = None if found["step"] is None else admin.call("GET", f"{path}/metrics")
+        metrics = None
+        if step is not None:
+            metrics = admin.call("GET", f"{path}/metrics", step=str(step - 1))
+        elif found["step"] is not None:
+            metrics = admin.call("GET", f"{path}/metrics")
     if as_json:
         print_json({"rollout": found, "metrics": metrics})
         return
@@ -389,19 +468,48 @@ def _read_gate(file: Path | None) -> dict[str, Any]:
     return found
 
 
-def _steps(shadow: float, weights: str, hold_s: int) -> list[dict[str, Any]]:
-    steps: list[dict[str, Any]] = []
-    if shadow > 0:
-        steps.append({"kind": "shadow", "share_bp": round(shadow * 100), "hold_s": hold_s})
-    for text in filter(None, (part.strip() for part in weights.split(","))):
-        try:
-            weight_bp = round(float(text.removesuffix("%")) * 100)
-        except (ValueError, OverflowError):
-            raise CommandError(
-                f"--weights: {text} is no percentage: use for example 1,5,25,50"
-            ) from None
-        steps.append({"kind": "canary", "weight_bp": weight_bp, "hold_s": hold_s})
-    return steps
+def _gates(
+    admin: AdminClient,
+    tenant: str | None,
+    settings: dict[str, Any],
+    offline: str | None,
+    golden: str | None,
+) -> dict[str, Any]:
+    for name, suite in (("offline", offline), ("golden", golden)):
+        if suite is not None:
+            suite_id = _suite_id(admin, tenant, suite)
+            # Of another suite the version that was fixed says nothing.
+            settings[name] = (settings.get(name) or {}) | {"suite_id": suite_id}
+            settings[name].pop("suite_version", None)
+    return settings
+
+
+def _steps(
+    steps: list[dict[str, Any]], shadow: float | None, weights: str | None, hold_s: int | None
+) -> list[dict[str, Any]]:
+    """The steps with what is given in their place."""
+    hold = steps[0]["hold_s"] if hold_s is None else hold_s
+    shadows = [step for step in steps if step["kind"] == "shadow"]
+    canaries = [step for step in steps if step["kind"] == "canary"]
+    if shadow is not None:
+        one = {"kind": "shadow", "share_bp": round(shadow * 100), "hold_s": hold}
+        shadows = [one] if shadow > 0 else []
+    if weights is not None:
+        canaries = [
+            {"kind": "canary", "weight_bp": _weight_bp(part.strip()), "hold_s": hold}
+            for part in weights.split(",")
+        ]
+    found = [*shadows, *canaries]
+    return found if hold_s is None else [step | {"hold_s": hold_s} for step in found]
+
+
+def _weight_bp(text: str) -> int:
+    try:
+        return round(float(text.removesuffix("%")) * 100)
+    except (ValueError, OverflowError):
+        raise CommandError(
+            f"--weights: {text or 'nothing'} is no percentage: use for example 1,5,25,50"
+        ) from None
 
 
 def _print(found: dict[str, Any], *, as_json: bool) -> None:

@@ -33,7 +33,7 @@ from loraplex_platform.evals import comparison, queries, suites, timetable
 from loraplex_platform.evals.comparison import CaseOutcome
 from loraplex_platform.evals.records import RunOptions, Target
 from loraplex_platform.evals.schemas import NewRun, NewSchedule, NewSuite, ScheduleChange
-from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7, uuid7_floor
+from loraplex_platform.ids import format_id, parse_id_or_none, uuid7, uuid7_floor
 from loraplex_platform.registry.queries import lock_name
 
 MAX_SUITES: Final = 500  # live ones, of one owner
@@ -122,7 +122,7 @@ async def get_suite(
     Raises:
         NotFoundError: the owner has none of this id.
     """
-    wanted = _parse("eval_suite", suite_id)
+    wanted = parse_id_or_none("eval_suite", suite_id)
     suite = None
     if wanted is not None:
         suite = await queries.find_suite(session, tenant_id, wanted, with_platforms=with_platforms)
@@ -273,7 +273,7 @@ async def find_target(
 async def _get_revision(
     session: AsyncSession, tenant_id: UUID, revision_id: str, param: str
 ) -> Target:
-    wanted = _parse("deployment_revision", revision_id)
+    wanted = parse_id_or_none("deployment_revision", revision_id)
     target = None if wanted is None else await queries.find_target(session, tenant_id, wanted)
     if target is None:
         raise NotFoundError("No such deployment revision.", param=param)
@@ -288,7 +288,7 @@ async def get_run(
     Raises:
         NotFoundError: there is none.
     """
-    wanted = _parse("eval_run", run_id)
+    wanted = parse_id_or_none("eval_run", run_id)
     run = None
     if wanted is not None:
         run = await queries.find_run(session, tenant_id, wanted, for_update=for_update)
@@ -437,7 +437,7 @@ async def get_schedule(
     Raises:
         NotFoundError: there is none.
     """
-    wanted = _parse("eval_schedule", schedule_id)
+    wanted = parse_id_or_none("eval_schedule", schedule_id)
     schedule = None
     if wanted is not None:
         schedule = await queries.find_schedule(session, tenant_id, wanted, for_update=for_update)
@@ -613,13 +613,6 @@ def _floor(at: datetime) -> UUID:
 def options_of(run: EvalRun) -> RunOptions:
     """How a run is carried out."""
     return RunOptions.from_json(run.options)
-
-
-def _parse(kind: str, text: str) -> UUID | None:
-    try:
-        return parse_id(kind, text)
-    except MalformedIdError:
-        return None
 
 
 def _note(

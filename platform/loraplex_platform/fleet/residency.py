@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.audit.service import Actor, record
+from loraplex_platform.audit.service import Actor, name_of, record
 from loraplex_platform.db import AdapterVersion, ResidentAdapter
 from loraplex_platform.errors import ConflictError, NotFoundError
 from loraplex_platform.fleet import residency_queries as queries
@@ -36,7 +36,7 @@ async def put(
         raise ConflictError("version_id: this version is retired; unretire it first.")
     before = await queries.find(session, version.id)
     old_reason = None if before is None else before.reason
-    resident = await queries.put(session, version, reason, _name_of(actor))
+    resident = await queries.put(session, version, reason, name_of(actor))
     outcomes = await fleet.set_pin(version.digest, is_wanted=True)
     answers = [outcome for outcome in outcomes if outcome.refusal != UNREACHABLE]
     if answers and all(outcome.pinned is None for outcome in answers):
@@ -81,10 +81,6 @@ async def _get_version(session: AsyncSession, version_id: str) -> AdapterVersion
     if version is None:
         raise NotFoundError("No such adapter version.")
     return version
-
-
-def _name_of(actor: Actor) -> str:
-    return actor.kind if actor.id is None else f"{actor.kind} {actor.id}"
 
 
 def _record(

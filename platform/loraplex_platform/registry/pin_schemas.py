@@ -45,22 +45,26 @@ class PinResource(Resource):
     object: Literal["pin"] = "pin"
     id: str
     tenant_id: str
-    deployment: str
+    deployment: str = Field(description="The model id that requests name.")
     is_platforms: bool = Field(description="The deployment is the platform's: the base model.")
-    revision_id: str
-    revision: int
-    version_id: str | None
-    digest: str | None
-    engine_build_id: str | None
-    until: UnixSeconds | None
-    state: Literal["live", "expired"]
+    revision_id: str = Field(description="Which answers, whatever is deployed or rolled out.")
+    revision: int = Field(description="Its number in the deployment.")
+    version_id: str | None = Field(description="Its adapter version; null: the base model.")
+    digest: str | None = Field(description="sha256 of that version's content.")
+    engine_build_id: str | None = Field(description="The only build that runs it; null: any.")
+    until: UnixSeconds | None = Field(description="When it ends by itself; null: for good.")
+    state: Literal["live", "expired"] = Field(
+        description="expired: requests go to the current revision again."
+    )
     problems: list[PinProblem] = Field(
         description="Why requests fail although the pin is live: nothing runs what it names."
     )
-    reason: str
-    created_by: str
-    created_at: UnixSeconds
-    warned_at: UnixSeconds | None
+    reason: str = Field(description="Why, as whoever made it said.")
+    created_by: str = Field(description="`user usr_...` or `admin_key`, of its last change.")
+    created_at: UnixSeconds = Field(description="Of its last change.")
+    warned_at: UnixSeconds | None = Field(
+        description="When its owner was told last that it ends; null: not yet."
+    )
 
 
 def show_pin(facts: PinFacts, running: Collection[str]) -> PinResource:

@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy import func
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.audit.service import SYSTEM, Actor, record
+from loraplex_platform.audit.service import SYSTEM, Actor, name_of, record
 from loraplex_platform.control.etag import check_version
 from loraplex_platform.db import Deployment, Pin
 from loraplex_platform.db.session import SessionFactory
@@ -96,12 +96,12 @@ async def put(
             revision_id=revision.id,
             until=until,
             reason=new.reason,
-            created_by=_name_of(actor),
+            created_by=name_of(actor),
         )
         session.add(pin)
     elif before != changes or pin.expired_at is not None:
         pin.revision_id, pin.until, pin.reason = revision.id, until, new.reason
-        pin.created_by, pin.created_at = _name_of(actor), func.now()
+        pin.created_by, pin.created_at = name_of(actor), func.now()
         pin.warned_at = pin.expired_at = None
         pin.row_version += 1
     await session.flush()
@@ -215,10 +215,6 @@ def _facts(pin: Pin) -> dict[str, Any]:
         "until": None if pin.until is None else int(pin.until.timestamp()),
         "reason": pin.reason,
     }
-
-
-def _name_of(actor: Actor) -> str:
-    return actor.kind if actor.id is None else f"{actor.kind} {actor.id}"
 
 
 def _record(

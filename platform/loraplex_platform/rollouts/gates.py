@@ -145,15 +145,38 @@ class GateSettings(Body):
         lt=0.5,
         description="Probability of letting a canary that is worse than tolerated through a step, at most.",
     )
-    error_rate: ShareSettings | None = ShareSettings(max_increase=0.01)
-    abort_rate: ShareSettings | None = ShareSettings(max_increase=0.02)
-    ttft: LatencySettings | None = LatencySettings()
-    itl: LatencySettings | None = LatencySettings()
-    finish_reason: FinishSettings | None = FinishSettings()
-    output_length: LengthSettings | None = LengthSettings()
-    logprob: LogprobSettings | None = LogprobSettings()
-    offline: SuiteSettings | None = None
-    golden: GoldenSettings | None = None
+    error_rate: ShareSettings | None = Field(
+        default=ShareSettings(max_increase=0.01),
+        description="Share of the requests that an engine's or an adapter's fault ended, or a 5xx.",
+    )
+    abort_rate: ShareSettings | None = Field(
+        default=ShareSettings(max_increase=0.02),
+        description="Share of the answers that the client ended. Canary steps only.",
+    )
+    ttft: LatencySettings | None = Field(
+        default=LatencySettings(), description="Time to the first token. Canary steps only."
+    )
+    itl: LatencySettings | None = Field(
+        default=LatencySettings(),
+        description="Each answer's 95th percentile of the time between tokens. Canary steps only.",
+    )
+    finish_reason: FinishSettings | None = Field(
+        default=FinishSettings(),
+        description="Shares of the whole answers that the model ended, and their limit.",
+    )
+    output_length: LengthSettings | None = Field(
+        default=LengthSettings(), description="Geometric mean of the answers' tokens."
+    )
+    logprob: LogprobSettings | None = Field(
+        default=LogprobSettings(),
+        description="Mean log-probability a token of the answers under the stable revision.",
+    )
+    offline: SuiteSettings | None = Field(
+        default=None, description="Must pass on the canary before the first step."
+    )
+    golden: GoldenSettings | None = Field(
+        default=None, description="Must pass on the canary while the rollout goes on."
+    )
 
     @property
     def score_bp(self) -> int:

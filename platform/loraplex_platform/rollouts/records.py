@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from loraplex_platform.audit.service import Actor
+from loraplex_platform.audit import service as audit
+
+name_of = audit.name_of
 
 State = Literal["draft", "evaluating", "shadow", "canary", "promoted", "aborted", "rolled_back"]
 # At most one of these per deployment: the unique index `uq_rollouts_active` says so.
@@ -64,11 +66,6 @@ class Step:
         if self.kind == "shadow":
             return f"shadow of {share} of the requests"
         return f"canary at {share} of the subjects"
-
-
-def name_of(actor: Actor) -> str:
-    """Who did it, for events: `user usr_...`, `admin_key`, `system`."""
-    return actor.kind if actor.id is None else f"{actor.kind} {actor.id}"
 
 
 def clipped(message: str) -> str:

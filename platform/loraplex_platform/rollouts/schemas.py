@@ -104,7 +104,11 @@ class NewRollout(Body):
         description="Shadows first, then canaries of growing weights.",
     )
     sticky_by: StickyBy = Field(
-        default="key", description="Who stays with one side: see the user's guide."
+        default="user",
+        description="Who stays with one side. tenant; key; user: `safety_identifier`, else `user`; conversation: the "
+        "header `x-loraplex-conversation-id`, else `metadata.conversation_id`, else how it began. A request that "
+        "names none of the last two goes by its key. Few subjects are on one side all together, and the gates "
+        "cannot compare: choose user or conversation where a tenant has few keys.",
     )
     promotion: Promotion = Field(
         default="automatic", description="approval: after the last step somebody has to promote."
@@ -147,19 +151,30 @@ class RolloutResource(Resource):
     stable_number: int
     canary_revision_id: str
     canary_number: int
-    state: State
+    state: State = Field(
+        description="draft: not started; evaluating: the canary is judged and loaded; shadow, canary: in a step of "
+        "that kind; promoted: the canary is the current revision; aborted, rolled_back: the stable one is."
+    )
     is_paused: StrictBool = Field(description="It goes no step further; failing gates still abort.")
     step: int | None = Field(description="Of `steps`, from 0; null: none has begun.")
     step_began_at: UnixSeconds | None
     steps: list[dict[str, Any]]
     sticky_by: StickyBy
     promotion: Promotion
-    weight_bp: int
-    shadow_bp: int
-    score_bp: int
+    weight_bp: int = Field(
+        description="Of the subjects whom the canary answers now, in basis points (100 are 1 %)."
+    )
+    shadow_bp: int = Field(
+        description="Of the requests that are asked again of the canary now, in basis points."
+    )
+    score_bp: int = Field(
+        description="Of both sides' answers whose likelihood is computed now, in basis points."
+    )
     gate: GateSettings
     changes: list[str] = Field(description="What differs between the two revisions.")
-    warnings: list[str]
+    warnings: list[str] = Field(
+        description="What is unwise in it, in words; nothing of it is refused. Made anew at its start."
+    )
     verdict: dict[str, Any] | None = Field(
         description="Of the last look: each gate's numbers, and in words what it waits for."
     )
@@ -178,8 +193,11 @@ class EventResource(Resource):
     object: Literal["rollout_event"] = "rollout_event"
     id: str = Field(description="Its number, from 1.")
     at: UnixSeconds
-    kind: EventKind
-    actor: str
+    kind: EventKind = Field(
+        description="hold: it waits, and why; verdict: a gate decided; eval: a suite's run ended; warning: what is "
+        "unwise; the others: it went into that state, or somebody did that."
+    )
+    actor: str = Field(description="`user usr_...`, `admin_key`, or `system`: by itself.")
     message: str
     detail: dict[str, Any]
 
@@ -195,14 +213,20 @@ class SideResource(Resource):
     num_requests: int
     num_tokens: int = Field(description="Prompt and completion.")
     subject_share: float | None = Field(description="Of both sides' subjects.")
-    request_share: float | None
-    token_share: float | None
-    error_rate: float | None
-    abort_rate: float | None
-    ttft_p50_ms: float | None
-    ttft_p95_ms: float | None
-    itl_p50_ms: float | None
-    itl_p95_ms: float | None
+    request_share: float | None = Field(description="Of both sides' requests.")
+    token_share: float | None = Field(description="Of both sides' tokens.")
+    error_rate: float | None = Field(
+        description="Share (0 to 1) of the requests that an engine's or an adapter's fault ended, or a 5xx."
+    )
+    abort_rate: float | None = Field(
+        description="Share (0 to 1) of the answers that the client ended."
+    )
+    ttft_p50_ms: float | None = Field(description="Time to the first token: median, milliseconds.")
+    ttft_p95_ms: float | None = Field(description="Time to the first token: 95th percentile.")
+    itl_p50_ms: float | None = Field(
+        description="Median over the answers of each one's 95th percentile between tokens, milliseconds."
+    )
+    itl_p95_ms: float | None = Field(description="Its 95th percentile over the answers.")
     finish_reason: dict[str, float] | None = Field(description="Shares of the whole answers.")
     mean_output_tokens: float | None
     mean_logprob: float | None = Field(

@@ -16,19 +16,20 @@ from sqlalchemy import Select, func
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.audit.service import Actor
+from loraplex_platform.audit.service import Actor, name_of
 from loraplex_platform.control.etag import check_version
 from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
-from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
+from loraplex_platform.ids import format_id, parse_id_or_none, uuid7
 from loraplex_platform.registry import queries as registry
 from loraplex_platform.registry import revisions
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
+from loraplex_platform.rollouts.evidence import MIN_EQUAL_SUBJECTS
 from loraplex_platform.rollouts.gates import GateSettings
 from loraplex_platform.rollouts.queries import Side
-from loraplex_platform.rollouts.records import ACTIVE, EventKind, State, name_of
+from loraplex_platform.rollouts.records import ACTIVE, EventKind, State
 from loraplex_platform.rollouts.schemas import (
     NewRollout,
     RolloutChange,
@@ -69,7 +70,7 @@ async def get(
     Raises:
         NotFoundError: there is none.
     """
-    wanted = _parse("rollout", rollout_id)
+    wanted = parse_id_or_none("rollout", rollout_id)
     rollout = None
     if wanted is not None:
         rollout = await queries.find(session, tenant_id, wanted, for_update=for_update)
@@ -133,8 +134,7 @@ async def create(
         salt=secrets.token_bytes(16),
         created_by=name_of(actor),
     )
-    max_adapters = await _max_adapters(session, tenant_id)
-    _describe(rollout, deployment, stable, canary, settings, wanted.promotion, max_adapters)
+    await _describe(session, rollout, deployment, stable, canary, settings, wanted.promotion)
     session.add(rollout)
     await session.flush()
     await session.refresh(rollout)
@@ -201,9 +201,14 @@ async def change(
     rollout.stable_revision_id = stable.revision.id
     rollout.canary_revision_id = canary.revision.id
     promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
-    max_adapters = await _max_adapters(session, tenant_id)
-    _describe(
-        rollout, deployment, stable, canary, settings, wanted.promotion or promotion, max_adapters
+    await _describe(
+        session,
+        rollout,
+        deployment,
+        stable,
+        canary,
+        settings,
+        wanted.promotion or promotion,
     )
     after = _shown(rollout, stable.revision.number, canary.revision.number)
     changed = [field for field in before if before[field] != after[field]]
@@ -256,6 +261,7 @@ async def start(
     await _check_stable_answers(
         session, rollout, deployment, "change `stable` of the draft, or make a new one"
     )
+    sides: dict[str, Side] = {}
     for field, revision_id in (
         ("stable", rollout.stable_revision_id),
         ("canary", rollout.canary_revision_id),
@@ -266,9 +272,22 @@ async def start(
         await revisions.check_book(
             session, deployment, side.revision, field, is_operator=is_operator
         )
+        sides[field] = side
     other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
+    # Keys come and go while it is a draft: what is unwise is said of how things are now.
+    known = rollout.gate["warnings"]
+    promotion = "approval" if is_approved_by_hand(rollout) else "automatic"
+    await _describe(
+        session,
+        rollout,
+        deployment,
+        sides["stable"],
+        sides["canary"],
+        settings_of(rollout),
+        promotion,
+    )
     before = facts_of(rollout)
     rollout.state = "evaluating"
     rollout.started_at = func.now()
@@ -293,6 +312,9 @@ async def start(
         else "started: the canary is loaded first",
         before=before,
     )
+    for warning in rollout.gate["warnings"]:
+        if warning not in known:
+            await note(session, rollout, actor, "warning", warning)
     return rollout
 
 
@@ -491,14 +513,35 @@ async def _max_adapters(session: AsyncSession, tenant_id: UUID | None) -> int | 
     return None if tenant is None else tenant.max_adapters
 
 
-def _describe(
+async def _few_subjects(
+    session: AsyncSession, rollout: Rollout, settings: GateSettings
+) -> str | None:
+    """Why the gates will never tell, in words; None: there are subjects enough, or nobody can count them."""
+    if rollout.sticky_by not in ("tenant", "key") or not settings.gates("canary"):
+        return None
+    owner = rollout.tenant_id
+    if rollout.sticky_by == "key":
+        count = await tenancy.count_live_keys(session, owner)
+    else:
+        count = 1 if owner is not None else await tenancy.count_active_tenants(session)
+    if count >= MIN_EQUAL_SUBJECTS:
+        return None
+    noun = rollout.sticky_by if count == 1 else f"{rollout.sticky_by}s"
+    return (
+        f"sticky_by is {rollout.sticky_by}, and there {'is' if count == 1 else 'are'} {count} {noun}: under about "
+        f"{MIN_EQUAL_SUBJECTS:.0f} subjects a weight is not that share of the requests, one side may have none, and "
+        "the gates hold. Choose user or conversation."
+    )
+
+
+async def _describe(
+    session: AsyncSession,
     rollout: Rollout,
     deployment: Deployment,
     stable: Side,
     canary: Side,
     settings: GateSettings,
     promotion: str,
-    max_adapters: int | None,
 ) -> None:
     """What follows from the two revisions and the settings."""
     if stable.revision.id == canary.revision.id:
@@ -518,13 +561,16 @@ def _describe(
         canary,
         settings,
         has_shadows=any(step["kind"] == "shadow" for step in rollout.steps),
-        max_adapters=max_adapters,
+        max_adapters=await _max_adapters(session, rollout.tenant_id),
     )
     if deployment.followed_alias is not None and "adapter" in found.changes:
         found.warnings.append(
             f"{deployment.public_name} follows the alias {deployment.followed_alias}: promoted to another version than "
             "that names, it stops following it."
         )
+    few = await _few_subjects(session, rollout, settings)
+    if few is not None:
+        found.warnings.append(few)
     rollout.changes = found.changes
     rollout.gate = {
         "gates": settings.model_dump(),
@@ -542,7 +588,9 @@ async def _with_suites(
         field = f"gate.{name}"
         payer = tenant_id
         if tenant_id is None:
-            payer = None if wanted.tenant_id is None else _parse("tenant", wanted.tenant_id)
+            payer = (
+                None if wanted.tenant_id is None else parse_id_or_none("tenant", wanted.tenant_id)
+            )
             if payer is None or await tenancy.find_tenant(session, payer) is None:
                 raise InvalidRequestError(
                     f"{field}.tenant_id: name the tenant in whose books the run is (it is not billed): the "
@@ -567,7 +615,7 @@ async def _with_suites(
 
 
 async def _get_deployment(session: AsyncSession, tenant_id: UUID | None, wanted: str) -> Deployment:
-    deployment_id = _parse("deployment", wanted)
+    deployment_id = parse_id_or_none("deployment", wanted)
     found = await queries.find_deployment(
         session, tenant_id, name=wanted, deployment_id=deployment_id
     )
@@ -592,7 +640,7 @@ async def _get_side(
         if number < 2**31:
             side = await queries.find_side(session, deployment.id, number=number)
     else:
-        revision_id = _parse("deployment_revision", wanted)
+        revision_id = parse_id_or_none("deployment_revision", wanted)
         side = None
         if revision_id is not None:
             side = await queries.find_side(session, deployment.id, revision_id=revision_id)
@@ -690,10 +738,3 @@ def _shown(rollout: Rollout, stable: int, canary: int) -> dict[str, Any]:
         "promotion": rollout.gate["promotion"],
         "gate": rollout.gate["gates"],
     }
-
-
-def _parse(kind: str, text: str) -> UUID | None:
-    try:
-        return parse_id(kind, text)
-    except MalformedIdError:
-        return None

@@ -118,12 +118,22 @@ async def is_name_taken(
     return bool(await session.scalar(select(statement.exists())))
 
 
-async def count_live_keys(session: AsyncSession, tenant_id: UUID, project_id: UUID) -> int:
-    """Keys of a project that may still be used."""
+async def count_live_keys(
+    session: AsyncSession, tenant_id: UUID | None, project_id: UUID | None = None
+) -> int:
+    """Keys of a tenant (None: of all) or of a project of it that may still be used."""
     statement = select(func.count()).where(
-        ApiKey.tenant_id == tenant_id,
-        ApiKey.project_id == project_id,
         ApiKey.status != "revoked",
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
+    if tenant_id is not None:
+        statement = statement.where(ApiKey.tenant_id == tenant_id)
+    if project_id is not None:
+        statement = statement.where(ApiKey.project_id == project_id)
+    return int(await session.scalar(statement) or 0)
+
+
+async def count_active_tenants(session: AsyncSession) -> int:
+    """Tenants whose requests are answered."""
+    statement = select(func.count()).where(Tenant.status == "active")
     return int(await session.scalar(statement) or 0)

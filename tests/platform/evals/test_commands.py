@@ -47,6 +47,14 @@ async def test_a_suite_is_imported_run_shown_compared_and_exported(
 
         shown = await run("eval", "show", second, *on, "--failed", "--json")
         assert [row["case_id"] for row in json.loads(shown.out)["results"]] == ["b"]
+        charted = await run("eval", "series", "golden", *on)
+        rows = [line.split() for line in charted.out.splitlines()]
+        assert [(row[2], row[5], row[6]) for row in rows[1:]] == [
+            (first["id"], "passed", "0.5000"),
+            (second, "failed", "0.5000"),
+        ]
+        points = json.loads((await run("eval", "series", "golden", *on, "--json")).out)["data"]
+        assert [point["run_id"] for point in points] == [first["id"], second]
         compared = await run("eval", "compare", first["id"], second, *on)
         assert "2 cases in both, 2 with the same answer; McNemar p = 1" in compared.out
         exported = await run("eval", "export", "golden", *on)

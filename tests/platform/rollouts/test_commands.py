@@ -6,6 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
+from loraplex_platform.rollouts.schemas import default_steps
+
 from tests.platform.rollouts.stand import ERRORS_ONLY, NO_GATES, World
 from tests.support.command_line import commands
 
@@ -22,6 +24,18 @@ async def test_a_rollout_from_the_command_line(world: World, tmp_path: Path) -> 
         assert made.code == 0, made
         rollout = json.loads(made.out)
         name = rollout["id"]
+        assert (rollout["sticky_by"], rollout["warnings"]) == ("user", [])
+        arguments = ("--sticky-by", "key", "--shadow", "20", "--approval")
+        edited = await run("rollouts", "edit", name, *on, *arguments)
+        assert edited.code == 0, edited
+        assert "warning: sticky_by is key" in edited.err
+        arguments = ("--sticky-by", "user", "--shadow", "0", "--automatic")
+        edited = await run("rollouts", "edit", name, *on, *arguments, "--json")
+        again = json.loads(edited.out)
+        unchanged = ("steps", "gate", "promotion", "sticky_by", "warnings", "state")
+        assert [again[field] for field in unchanged] == [rollout[field] for field in unchanged]
+        nothing = await run("rollouts", "edit", name, *on)
+        assert (nothing.code, "nothing is given to change" in nothing.err) == (1, True)
         assert [step["weight_bp"] for step in rollout["steps"]] == [500, 2500]
         listed = await run("rollouts", "list", *on, "--state", "draft")
         assert name in listed.out
@@ -37,6 +51,8 @@ async def test_a_rollout_from_the_command_line(world: World, tmp_path: Path) -> 
         assert "error_rate" in shown.out
         both = json.loads((await run("rollouts", "show", name, *on, "--json")).out)
         assert both["metrics"]["canary"]["num_requests"] == 60
+        first = json.loads((await run("rollouts", "show", name, *on, "--step", "1", "--json")).out)
+        assert (first["metrics"]["step"], first["metrics"]["share_bp"]) == (0, 500)
         stale = await run("rollouts", "abort", name, *on, "--if-version", "1")
         assert (stale.code, "It has changed since you read it" in stale.err) == (1, True)
         late = await run("rollouts", "watch", name, *on, "--timeout-s", "0")
@@ -56,6 +72,22 @@ async def test_a_rollout_from_the_command_line(world: World, tmp_path: Path) -> 
         assert (await run("rollouts", "watch", name, *on)).code == 4
         told = await run("rollouts", "events", name, *on)
         assert "all 2 steps are passed" in told.out
+
+
+async def test_help_says_the_default_steps(world: World) -> None:
+    async with commands(world.stand) as run:
+        help_text = (await run("rollouts", "create", "--help")).out
+        made = await run("rollouts", "create", "capitals", "-t", "acme", "--canary", "1", "--json")
+        hold = await run(
+            *("rollouts", "create", "capitals", "-t", "acme", "--canary", "1", "--hold-s", "5"),
+            "--json",
+        )
+    steps = json.loads(made.out)["steps"]
+    assert steps == [step.model_dump() for step in default_steps()]
+    assert [step | {"hold_s": 600} for step in json.loads(hold.out)["steps"]] == steps
+    weights = ",".join(f"{step['weight_bp'] / 100:g}" for step in steps[1:])
+    for default in (f"{steps[0]['share_bp'] / 100:g}", weights, str(steps[0]["hold_s"]), "user"):
+        assert f"[default: ({default})" in " ".join(help_text.replace("│", " ").split()), default
 
 
 async def test_an_aborted_one_has_an_exit_status_of_its_own(world: World, tmp_path: Path) -> None:
@@ -81,6 +113,7 @@ async def test_an_aborted_one_has_an_exit_status_of_its_own(world: World, tmp_pa
         assert (again.code, "It is aborted: aborted by hand" in again.err) == (1, True)
         for wrong, said in (
             (("--weights", "x"), "--weights: x is no percentage"),
+            (("--weights", ""), "--weights: nothing is no percentage"),
             (("--gate", "nowhere.json"), "nowhere.json"),
             (("--offline", "none"), "there is no eval suite none"),
         ):

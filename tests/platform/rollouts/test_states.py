@@ -52,6 +52,23 @@ async def test_a_rollout_goes_step_by_step_and_is_promoted_by_itself(world: Worl
     error_of(await world.stand.admin.post(f"{world.path}/{name}/rollback"), 409, "rollout_state")
 
 
+async def test_few_subjects_are_warned_of(world: World) -> None:
+    draft = await world.made(steps=[canary(100)], sticky_by="key")
+    assert draft["warnings"][0].startswith("sticky_by is key, and there ")
+    assert "Choose user or conversation." in draft["warnings"][0]
+    by_tenant = await world.made(steps=[canary(100)], sticky_by="tenant")
+    assert "there is 1 tenant:" in by_tenant["warnings"][0]
+    assert (await world.made(steps=[canary(100)], sticky_by="user"))["warnings"] == []
+    # With keys enough by then its start says nothing any more.
+    await run_sql(
+        world.db,
+        "insert into api_keys (id, tenant_id, name, public_id, last4) select gen_random_uuid(), id,"
+        " 'key ' || n, 'few' || n, 'abcd' from tenants, generate_series(1, 30) n where slug = 'acme'",
+    )
+    started = await world.act(draft["id"], "start")
+    assert (started["state"], started["warnings"]) == ("evaluating", [])
+
+
 async def test_a_failing_gate_aborts_by_itself_and_says_why(world: World) -> None:
     rollout = await world.stepping(steps=[canary(500, hold_s=3600)])
     await world.play(rollout["id"], "stable", 60)
