@@ -520,7 +520,7 @@ async def run(
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
             raise first.error
-        fingerprint = pump.fingerprint
+        fingerprint = pump.replica.fingerprint
         if isinstance(first, Started):
             fingerprint = first.model_fingerprint
         revision = format_id("deployment_revision", job.model.revision.id)

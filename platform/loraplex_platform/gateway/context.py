@@ -12,7 +12,7 @@ import structlog
 from fastapi import Depends, Request
 
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
-from loraplex_platform.errors import EngineUnavailableError, InvalidApiKeyError
+from loraplex_platform.errors import InvalidApiKeyError
 from loraplex_platform.gateway.admissions import RATES, Admissions, RateGate, RateView
 from loraplex_platform.gateway.books import Ending
 from loraplex_platform.gateway.copying import Copying
@@ -75,13 +75,13 @@ class Gateway:
     def make_pump(
         self,
         job: Job,
-        replica: Replica | EngineUnavailableError,
+        replica: Replica,
         *,
         metrics: GatewayMetrics,
         on_closed: Callable[[Pump, Ending], None],
         gate: RateGate | None = None,
     ) -> Pump:
-        """What runs a job, to be started; with an error it only puts on the books that nothing could."""
+        """What runs a job, to be started."""
         return self.pump(
             job=job,
             replica=replica,

@@ -12,7 +12,6 @@ one of these closes the books:
 | client gone | billed: prompt and what the engine had generated when it saw the abort |
 | engine lost, engine error, deadline, shutdown | absorbed: the tenant pays nothing |
 | refused by the engine, gone before dispatch, or not the first with its Idempotency-Key | void |
-| of a rollout, and no replica may run it | void, so that its side's gates count it |
 | lease lost (the sweeper took over) | none here: the sweeper settles, and the tenant pays nothing |
 
 A rollout's shadow (`copying.py`) is run by the same rules, so that it ends as its original would, but for a
@@ -40,7 +39,6 @@ from loraplex_engine.protocol import Generate, TokenEvent, Usage
 from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import (
-    EngineUnavailableError,
     OverloadedError,
     PlatformError,
     UnavailableError,
@@ -92,7 +90,7 @@ class Pump:
     """See the module's header. `run` is the task; `next_event` and `abandon` are the listener's."""
 
     job: Job
-    replica: Replica | EngineUnavailableError  # the error: why there is none
+    replica: Replica
     owner: str
     sessions: SessionFactory
     router: Router
@@ -268,7 +266,7 @@ class Pump:
                 deployment_id=job.model.deployment_id,
                 revision_id=job.model.revision.id,
                 adapter_version_id=job.model.revision.adapter_version_id,
-                replica_id=self._replica_id,
+                replica_id=self.replica.record.replica_id,
                 attempt=_ATTEMPT,
                 kind=job.kind,
                 lease_s=self.lease_s,
@@ -332,16 +330,13 @@ class Pump:
             except UnavailableError as error:
                 return self._void(error)
             self.failpoints.hit("before_send")
-            replica = self.replica
-            if isinstance(replica, EngineUnavailableError):
-                return self._void(replica)
             self._is_dispatched = True
-            self._fingerprint = replica.fingerprint
+            self._fingerprint = self.replica.fingerprint
             try:
-                self._stream = await replica.client.generate(self._message())
+                self._stream = await self.replica.client.generate(self._message())
             except EngineRejectedError as error:
                 self._is_dispatched = False
-                refused_by.add(replica.record.replica_id)
+                refused_by.add(self.replica.record.replica_id)
                 answer = refusal(error, self.job.params)
                 if not isinstance(answer, OverloadedError) or not await self._reroute(refused_by):
                     return self._void(answer)
@@ -534,7 +529,7 @@ class Pump:
             generated=usage.completion_tokens,
             discarded_past_stop=self._num_past_stop(usage),
             attempt=_ATTEMPT,
-            replica_id=self._replica_id,
+            replica_id=self.replica.record.replica_id,
         )
 
     def _num_past_stop(self, usage: Usage) -> int:
@@ -610,23 +605,6 @@ class Pump:
     # ------------------------------------------------------------------ small things
 
     @property
-    def fingerprint(self) -> str:
-        """Of the build that runs it; empty: none may."""
-        return "" if isinstance(self.replica, EngineUnavailableError) else self.replica.fingerprint
-
-    @property
-    def _runner(self) -> Replica:
-        """Whom it was handed to."""
-        if isinstance(self.replica, EngineUnavailableError):
-            raise RuntimeError("not dispatched")
-        return self.replica
-
-    @property
-    def _replica_id(self) -> str | None:
-        replica = self.replica
-        return None if isinstance(replica, EngineUnavailableError) else replica.record.replica_id
-
-    @property
     def _is_unwanted(self) -> bool:
         return self._is_abandoned or self._killed_by is not None
 
@@ -637,7 +615,7 @@ class Pump:
         """
         if self._is_dispatched and not self._has_aborted:
             self._has_aborted = True
-            self._runner.client.abort(
+            self.replica.client.abort(
                 str(self.job.request_id),
                 _ATTEMPT,
                 as_stop=self._has_all_text,
@@ -651,7 +629,7 @@ class Pump:
             self._abort(is_platform_fault=False)
         elif not (choice.has_aborted or self._has_aborted):
             choice.has_aborted = True
-            self._runner.client.abort(str(self.job.request_id), _ATTEMPT, as_stop=True, index=index)
+            self.replica.client.abort(str(self.job.request_id), _ATTEMPT, as_stop=True, index=index)
 
     def _note_times(self, choice: Choice, index: int, num_tokens: int) -> None:
         now_s = time.monotonic()
@@ -660,7 +638,7 @@ class Pump:
             histogram = self.metrics.time_to_first_token.labels(self.job.endpoint)
             histogram.observe(now_s - self.job.arrived_s)
             self.failpoints.hit("after_first_token")
-            self._tell(Started(self._runner.fingerprint))
+            self._tell(Started(self.replica.fingerprint))
         if choice.last_token_s is not None:
             gap_s = (now_s - choice.last_token_s) / num_tokens
             self.metrics.inter_token_latency.observe(self.job.endpoint, gap_s, num_tokens)
