@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from loraplex_platform.audit import service as audit
-
-name_of = audit.name_of
-
 State = Literal["draft", "evaluating", "shadow", "canary", "promoted", "aborted", "rolled_back"]
 # At most one of these per deployment: the unique index `uq_rollouts_active` says so.
 ACTIVE: Final[tuple[State, ...]] = ("evaluating", "shadow", "canary")

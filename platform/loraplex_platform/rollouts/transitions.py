@@ -16,14 +16,14 @@ from uuid import UUID
 from sqlalchemy import func
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraplex_platform.audit.service import Actor, record
+from loraplex_platform.audit.service import Actor, name_of, record
 from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.db.base import Json
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry import queries as registry
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.gates import GateSettings
-from loraplex_platform.rollouts.records import EventKind, Step, clipped, name_of
+from loraplex_platform.rollouts.records import EventKind, Step, clipped
 
 # Of audit records: what an event is called there.
 _VERBS: Final = {
