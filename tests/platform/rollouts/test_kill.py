@@ -20,6 +20,7 @@ import httpx
 import pytest
 from loraplex_platform.gateway.app import open_gateway
 from loraplex_platform.ids import parse_id
+from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.rollouts.assignment import assign, subject_of
 from sqlalchemy import text
 
@@ -203,12 +204,11 @@ async def scene(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncItera
         scene = Scene(world, db_url, short_tmp_path, traffic, num_workers=90)
         async with scene.working():
 
-            async def is_settled() -> bool:
-                async with world.db.sessions() as session:
-                    statement = text("select count(*) from requests where state = 'reserved'")
-                    return bool((await session.execute(statement)).scalar_one() == 0)
+            async def is_closed() -> bool:
+                identity = (await check_invariants(world.db.sessions())).identity
+                return not identity.pending_requests and not identity.unlanded
 
-            await eventually(is_settled, "the books are closed", deadline_s=DEADLINE_S)
+            await eventually(is_closed, "the books are closed", deadline_s=DEADLINE_S)
         await world.check_books()
 
 
