@@ -126,6 +126,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
             gateway.is_draining = True
             await gateway.copying.close()
             await gateway.pumps.drain(0.0, gateway.draining_error())
+            await gateway.unserved.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

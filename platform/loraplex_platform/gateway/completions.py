@@ -21,7 +21,13 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ConflictError, EngineUnavailableError, IdempotencyReuseError
+from loraplex_platform.errors import (
+    ConflictError,
+    EngineUnavailableError,
+    IdempotencyReuseError,
+    InvalidRequestError,
+    PlatformError,
+)
 from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
@@ -91,6 +97,7 @@ from loraplex_platform.rates.admission import Claim
 from loraplex_platform.tenancy.authentication import Authenticated, require_scope
 
 Parsed = TypeVar("Parsed")
+OnUnserved = Callable[[PlatformError], None]  # told of what is refused before it is on the books
 Endpoint = Literal["chat.completions", "completions"]
 
 router = APIRouter(prefix="/v1", tags=["Completions"])
@@ -130,6 +137,17 @@ async def create_chat_completion(
         ),
     )
     prepare = partial(gateway.preparer.chat, body=body, messages=messages, structure=structure)
+    on_unserved = partial(
+        gateway.unserved.note,
+        request_id=request.scope[REQUEST_UUID],
+        caller=caller,
+        found=found,
+        model=model,
+        side=side,
+        endpoint="chat.completions",
+        is_stream=bool(body.stream),
+        prepare=prepare,
+    )
     job = _job(
         request,
         gateway,
@@ -137,7 +155,7 @@ async def create_chat_completion(
         model=model,
         endpoint="chat.completions",
         body=body,
-        prepared=await prepare(model),
+        prepared=await _prepare(prepare, model, on_unserved),
         side=side,
         copies=_copies(request, found, side, prepare),
         tools=structure.tools,
@@ -148,6 +166,7 @@ async def create_chat_completion(
         gateway,
         job,
         gate=await _gate(request, gateway, caller, job),
+        on_unserved=on_unserved,
         shape=partial(ChatAnswer, tools=structure.tools),
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs(body),
@@ -172,6 +191,17 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         caller, found, Who(user=body.user, conversation_id=_conversation_id(request))
     )
     prepare = partial(gateway.preparer.completion, body=body, structure=structure)
+    on_unserved = partial(
+        gateway.unserved.note,
+        request_id=request.scope[REQUEST_UUID],
+        caller=caller,
+        found=found,
+        model=model,
+        side=side,
+        endpoint="completions",
+        is_stream=bool(body.stream),
+        prepare=prepare,
+    )
     job = _job(
         request,
         gateway,
@@ -179,7 +209,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         model=model,
         endpoint="completions",
         body=body,
-        prepared=await prepare(model),
+        prepared=await _prepare(prepare, model, on_unserved),
         side=side,
         copies=_copies(request, found, side, prepare),
         retry=retry,
@@ -189,6 +219,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         gateway,
         job,
         gate=await _gate(request, gateway, caller, job),
+        on_unserved=on_unserved,
         shape=CompletionAnswer,
         includes_usage=_includes_usage(body),
         num_top_logprobs=num_top_logprobs(body),
@@ -300,6 +331,18 @@ def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -
             param=CONVERSATION_HEADER,
         )
     return stated
+
+
+async def _prepare(
+    prepare: Callable[[ServedModel], Awaitable[Prepared]],
+    model: ServedModel,
+    on_unserved: OnUnserved,
+) -> Prepared:
+    try:
+        return await prepare(model)
+    except InvalidRequestError as error:
+        on_unserved(error)
+        raise
 
 
 def _copies(
@@ -424,29 +467,25 @@ class _Listener:
         self.pump.abandon()
 
 
-def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica | EngineUnavailableError]:
+def _place(gateway: Gateway, job: Job) -> tuple[Job, Replica]:
     """The job and who runs it first.
 
     Of a rollout's stable side the build that is tried is no choice. Where none else is ready, an answer by it
-    is better than none, but says nothing of either side: the request then counts for neither. Of a rollout's
-    request the refusal goes to the books as well: a canary that nobody can run must count as one that fails,
-    or its subjects would be refused for as long as nobody looks.
+    is better than none, but says nothing of either side: the request then counts for neither.
 
     Raises:
-        EngineUnavailableError: nobody, and it is in no rollout.
+        EngineUnavailableError: nobody.
     """
     choose = gateway.router.choose
     base_model, length = job.model.base_model, job.num_tokens
     try:
         return job, choose(base_model, length, builds=job.builds)
-    except EngineUnavailableError as error:
-        if job.side is None or job.side.rollout_id is None:
-            raise
+    except EngineUnavailableError:
         if job.builds != job.model.builds:
             with contextlib.suppress(EngineUnavailableError):
                 stand_in = choose(base_model, length, builds=job.model.builds)
                 return replace(job, side=None, copies=None), stand_in
-        return job, error
+        raise
 
 
 async def run(
@@ -455,12 +494,18 @@ async def run(
     job: Job,
     *,
     gate: RateGate | None = None,
+    on_unserved: OnUnserved | None = None,
     shape: Callable[[AnswerHead, TokenBytes], Answer],
     includes_usage: bool,
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
-    job, replica = _place(gateway, job)
+    try:
+        job, replica = _place(gateway, job)
+    except EngineUnavailableError as error:
+        if on_unserved is not None:
+            on_unserved(error)
+        raise
     pump = gateway.make_pump(
         job,
         replica,

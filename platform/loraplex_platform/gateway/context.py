@@ -29,6 +29,7 @@ from loraplex_platform.gateway.queries import KnownRevisions
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.tokenization import BaseTokenizer
+from loraplex_platform.gateway.unserved import Unserved
 from loraplex_platform.quotas.refusal_log import RefusalLog
 from loraplex_platform.settings import GatewaySettings
 from loraplex_platform.tenancy.authentication import Authenticated, require_address
@@ -59,10 +60,12 @@ class Gateway:
     known_revisions: KnownRevisions = field(default_factory=KnownRevisions)
     preparer: Preparer = field(init=False)
     copying: Copying = field(init=False)
+    unserved: Unserved = field(init=False)
 
     def __post_init__(self) -> None:
         self.preparer = Preparer(self.router, self.tokenizer, self.settings.default_max_tokens)
         self.copying = Copying(self)
+        self.unserved = Unserved(self.sessions, self.metrics, self.gateway_id)
 
     def salt_of(self, tenant_id: UUID) -> bytes:
         """What keeps a tenant's cached blocks apart from everybody else's; clients never choose it."""

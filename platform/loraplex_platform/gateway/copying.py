@@ -8,8 +8,9 @@
 | leaves | a request of its own, that gates compare | `stable_logprob` of the request that it was made after |
 
 Nobody waits for any of it. It is of the lowest priority, below evals'; few are under way at a time and few
-wait, none begins while an engine has anybody else's request waiting, and what does not get its turn within
-`MAX_WAIT_S` is dropped, as is everything at shutdown. It takes no place in the tenant's rates and quotas, and
+wait, rollouts and tenants take turns, and no rollout has more than half of what may be under way and no tenant
+all of it, so that one whose canary hangs silences no other; none begins while an engine has anybody else's request waiting, and what does not get its turn within
+`MAX_WAIT_S` is dropped, as is what a step wanted that has ended since, and everything at shutdown. It takes no place in the tenant's rates and quotas, and
 its prefix cache has a salt of its own: a copy that found the tenant's blocks would be cheap, but one that left
 blocks would make the tenant's next prompt a cached one, which is cheaper, or push others out, which is dearer.
 What is asked is held in memory until then, and nowhere else.
@@ -18,10 +19,11 @@ What is asked is held in memory until then, and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import hmac
 import time
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -30,7 +32,7 @@ import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError
 from loraplex_engine.protocol import GIVEN_UP, EngineStats
 
-from loraplex_platform.errors import EngineUnavailableError, PlatformError
+from loraplex_platform.errors import EngineUnavailableError, InvalidRequestError, PlatformError
 from loraplex_platform.fleet import absorbed
 from loraplex_platform.gateway import queries, scoring
 from loraplex_platform.gateway.crash_log import log_crash
@@ -38,6 +40,8 @@ from loraplex_platform.gateway.job import Copies, Failed, Job, Prepared
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.scoring import UnscoredError
 from loraplex_platform.ids import uuid7
+from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.records import REFUSED_BY_REVISION, Refusal
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -53,11 +57,16 @@ log = structlog.get_logger(__name__)
 PRIORITY: Final = -2_000  # evals have -1,000: somebody waits for those
 MAX_WAITING: Final = 64
 MAX_WAIT_S: Final = 30.0
+# Answers that took long may take long again: else none of those would be among the shadows, and lengths not
+# compare.
+SHADOW_TIMEOUT_S: Final = 90.0
+SHADOW_TIMEOUT_RATIO: Final = 3.0
 _LOOK_INTERVAL_S: Final = 0.25
 _STATS_TIMEOUT_S: Final = 1.0
 _CLOSE_S: Final = absorbed.ABORT_GRACE_S + 3.0
 
 Kind = Literal["shadow", "score"]
+_Line = tuple["UUID", "UUID"]  # a rollout and a tenant
 
 
 class ShadowGivenUpError(PlatformError):
@@ -66,19 +75,40 @@ class ShadowGivenUpError(PlatformError):
     code = GIVEN_UP
 
 
+class ShadowHungError(PlatformError):
+    """A shadow had no token for so long, from an engine that had nobody else's request waiting."""
+
+    status, code = 504, "shadow_hung"
+
+
 class _DroppedError(Exception):
     """It is not done: why, in a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One copy. `answer_ids`: of what `job` came to, to be scored."""
+    """One copy.
+
+    Attributes:
+        took_s: how long `job` took.
+        max_tokens: what a quota paid of `job`; None: all that it asked for.
+        answer_ids: of what `job` came to, to be scored.
+    """
 
     kind: Kind
     job: Job
     copies: Copies
     due_s: float  # monotonic: dropped after
+    took_s: float
+    max_tokens: int | None = None
     answer_ids: tuple[int, ...] = ()
+
+    @property
+    def rollout_id(self) -> UUID:
+        rollout = self.copies.stable.rollout
+        if rollout is None:
+            raise RuntimeError("a copy without a rollout")
+        return rollout.id
 
 
 class Copying:
@@ -89,83 +119,126 @@ class Copying:
         self._counters = gateway.metrics
         # Shadows are pumped as requests are, but belong in no measure of those.
         self._metrics = GatewayMetrics()
-        self._waiting: deque[_Wanted] = deque()
-        self._workers: set[asyncio.Task[None]] = set()
+        # By rollout and tenant, the next in turn first; none is empty.
+        self._lines: OrderedDict[_Line, deque[_Wanted]] = OrderedDict()
+        self._running: dict[asyncio.Task[None], _Line] = {}
         self._shadows: set[Pump] = set()
         self._is_closing = False
 
     @property
     def num_pending(self) -> int:
         """Copies that wait or are under way."""
-        return len(self._waiting) + len(self._workers)
+        return self._num_waiting + len(self._running)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
 
     def note(self, pump: Pump, ending: Ending) -> None:
         """A request has ended and is on the books: what its rollout wants of it is put in line."""
         job, copies, usage = pump.job, pump.job.copies, ending.usage
         if copies is None or usage is None:
             return
+        now_s = time.monotonic()
+
+        def wanted(kind: Kind, answer_ids: tuple[int, ...] = ()) -> _Wanted:
+            took_s = now_s - job.arrived_s
+            most = pump.clamped_max_tokens
+            return _Wanted(kind, job, copies, now_s + MAX_WAIT_S, took_s, most, answer_ids)
+
         # A client that left has seen a part: what it would have compared with is not known.
         if copies.is_shadowed and usage.outcome in ("completed", "fault"):
-            self._put("shadow", job, copies)
+            self._put(wanted("shadow"))
         answer_ids = tuple(pump.answer_ids)
         if copies.is_scored and usage.outcome == "completed" and answer_ids:
-            self._put("score", job, copies, answer_ids)
+            self._put(wanted("score", answer_ids))
 
     async def close(self) -> None:
         """Take nothing more, drop what waits, end what runs and put that on the books."""
         self._is_closing = True
-        while self._waiting:
-            self._drop(self._waiting.popleft().kind, "draining")
+        for line in self._lines.values():
+            for wanted in line:
+                self._drop(wanted.kind, "draining")
+        self._lines.clear()
         for shadow in self._shadows:
             shadow.kill(ShadowGivenUpError("The gateway is restarting."))
-        workers = set(self._workers)
-        for worker in workers:
-            worker.cancel()
-        if workers:
-            await asyncio.wait(workers, timeout=_CLOSE_S)
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=_CLOSE_S)
 
     # ------------------------------------------------------------------ the line
 
-    def _put(self, kind: Kind, job: Job, copies: Copies, answer_ids: tuple[int, ...] = ()) -> None:
+    def _put(self, wanted: _Wanted) -> None:
         if self._is_closing:
-            self._drop(kind, "draining")
-        elif len(self._waiting) >= MAX_WAITING:
-            self._drop(kind, "full")
-        else:
-            due_s = time.monotonic() + MAX_WAIT_S
-            self._waiting.append(_Wanted(kind, job, copies, due_s, answer_ids))
-            if len(self._workers) < self._gateway.settings.shadow_concurrency:
-                # Not in the context of whichever request came last: its id is not that of the others.
-                worker = asyncio.create_task(
-                    self._work(), name="rollout copies", context=contextvars.Context()
-                )
-                self._workers.add(worker)
-                worker.add_done_callback(self._workers.discard)
+            self._drop(wanted.kind, "draining")
+            return
+        key = (wanted.rollout_id, wanted.job.tenant_id)
+        mine = self._lines.setdefault(key, deque())
+        if self._num_waiting >= MAX_WAITING:
+            # Whoever has most in line makes room.
+            longest = max(self._lines.values(), key=len)
+            if len(longest) <= len(mine) + 1:
+                self._drop(wanted.kind, "full")
+                if not mine:
+                    del self._lines[key]
+                return
+            self._drop(longest.popleft().kind, "full")
+        mine.append(wanted)
+        self._start()
 
-    async def _work(self) -> None:
+    def _start(self) -> None:
+        """Begin what may begin."""
+        while len(self._running) < self._gateway.settings.shadow_concurrency:
+            found = self._next()
+            if found is None:
+                return
+            # Not in the context of whichever request came last: its id is not that of the others.
+            task = asyncio.create_task(
+                self._copy(found[1]), name="rollout copy", context=contextvars.Context()
+            )
+            self._running[task] = found[0]
+            task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        if not self._is_closing:
+            self._start()
+
+    def _next(self) -> tuple[_Line, _Wanted] | None:
+        """The next in turn whose rollout and tenant have not their share under way; what is late is dropped."""
+        most = self._gateway.settings.shadow_concurrency
+        shares = (max(1, most // 2), max(1, most - 1))  # of a rollout, of a tenant
+        busy = Counter(id_ for line in self._running.values() for id_ in line)
+        now_s = time.monotonic()
+        for key, line in list(self._lines.items()):
+            while line and line[0].due_s < now_s:
+                self._drop(line.popleft().kind, "late")
+            wanted = None
+            if line and all(busy[id_] < share for id_, share in zip(key, shares, strict=True)):
+                wanted = line.popleft()
+                self._lines.move_to_end(key)
+            if not line:
+                del self._lines[key]
+            if wanted is not None:
+                return key, wanted
+        return None
+
+    async def _copy(self, wanted: _Wanted) -> None:
+        kind = wanted.kind
         try:
-            await self._work_on()
-        finally:
-            # Here, with no turn of the loop between: what comes now starts a worker of its own.
-            if (worker := asyncio.current_task()) is not None:
-                self._workers.discard(worker)
-
-    async def _work_on(self) -> None:
-        while self._waiting:
-            wanted = self._waiting.popleft()
-            kind = wanted.kind
-            try:
-                await (self._shadow if kind == "shadow" else self._score)(wanted)
-            except _DroppedError as dropped:
-                self._drop(kind, str(dropped))
-            except asyncio.CancelledError:
-                self._drop(kind, "draining")
-                raise
-            except (EngineLostError, UnscoredError, EngineRejectedError, PlatformError) as error:
-                self._fail(kind, _reason(error))
-            except Exception as error:  # noqa: BLE001 - the others must not end with it
-                log_crash("rollout_copy_crashed", error)
-                self._fail(kind, "crashed")
+            await (self._shadow if kind == "shadow" else self._score)(wanted)
+        except _DroppedError as dropped:
+            self._drop(kind, str(dropped))
+        except asyncio.CancelledError:
+            self._drop(kind, "draining")
+            raise
+        except (EngineLostError, UnscoredError, EngineRejectedError, PlatformError) as error:
+            self._fail(kind, _reason(error))
+        except Exception as error:  # noqa: BLE001 - the others must not end with it
+            log_crash("rollout_copy_crashed", error)
+            self._fail(kind, "crashed")
 
     def _drop(self, kind: Kind, reason: str) -> None:
         self._counters.copies_dropped.labels(kind, reason).inc()
@@ -185,7 +258,13 @@ class Copying:
             raise _DroppedError("revision_invalid")
         model = copies.stable.answered_by(rollout.canary)
         self._check_slots(job, model)
-        prepared = await self._prepared(job, copies, model)
+        try:
+            prepared = await self._prepared(wanted, model)
+        except InvalidRequestError as error:
+            await self._note_refusal(job, model, error)
+            raise
+        # Well under a user's timeout: whatever hangs, hangs in few places and not for long.
+        timeout_s = max(SHADOW_TIMEOUT_S, SHADOW_TIMEOUT_RATIO * wanted.took_s)
         shadow = replace(
             job,
             request_id=uuid7(),
@@ -202,8 +281,10 @@ class Copying:
             side=replace(job.side, arm="shadow"),
             copies=replace(copies, is_shadowed=False),
             shadow_of=job.request_id,
+            timeout_s=min(job.timeout_s, timeout_s + _CLOSE_S),
         )
         replica = await self._free_replica(model, shadow.num_tokens, wanted.due_s)
+        await self._check_step(job)
         pump = self._gateway.make_pump(
             replace(shadow, arrived_s=time.monotonic()),
             replica,
@@ -214,7 +295,10 @@ class Copying:
         self._shadows.add(pump)
         try:
             # Its pump is the supervisor's: it ends, and is on the books, whatever becomes of us.
-            await asyncio.shield(self._gateway.pumps.start(pump))
+            pumping = self._gateway.pumps.start(pump)
+            if not (await asyncio.wait({pumping}, timeout=timeout_s))[0]:
+                pump.kill(await _why_late(pump))
+                await asyncio.shield(pumping)
         finally:
             self._shadows.discard(pump)
         last = (await pump.next_events())[-1]
@@ -225,7 +309,7 @@ class Copying:
         """Have the stable revision say how likely it finds the answer, and note that."""
         job, model = wanted.job, wanted.copies.stable
         self._check_slots(job, model)
-        prepared = await self._prepared(job, wanted.copies, model)
+        prepared = await self._prepared(wanted, model)
         question = scoring.question(
             job,
             model,
@@ -236,25 +320,66 @@ class Copying:
         )
         num_tokens = len(prepared.prompt_ids) + question.sampling.max_tokens
         replica = await self._free_replica(model, num_tokens, wanted.due_s)
+        await self._check_step(job)
         self._counters.copies_taken.labels("score").inc()
         gateway = self._gateway
         answer = await absorbed.ask(gateway.sessions, replica, question, owner=gateway.gateway_id)
         mean = scoring.mean_logprob(answer, len(wanted.answer_ids))
         await queries.note_stable_logprob(gateway.sessions, job.request_id, mean)
 
-    async def _prepared(self, job: Job, copies: Copies, model: ServedModel) -> Prepared:
-        """What `job` asked, under the revision of `model`, with the same draw."""
+    async def _prepared(self, wanted: _Wanted, model: ServedModel) -> Prepared:
+        """What was asked, under the revision of `model`, with the same draw."""
+        job = wanted.job
         sampling = msgspec.structs.replace(job.sampling, logprobs=None)
         if model.revision.params == job.model.revision.params:
             return Prepared(prompt_ids=job.prompt_ids, sampling=sampling, stops=job.stops)
-        prepared = await copies.prepare(model)
-        sampling = msgspec.structs.replace(prepared.sampling, seed=job.sampling.seed, logprobs=None)
+        prepared = await wanted.copies.prepare(model)
+        sampling = msgspec.structs.replace(
+            prepared.sampling,
+            seed=job.sampling.seed,
+            logprobs=None,
+            # The original would have got no more either; else its own revision says how much it may be.
+            max_tokens=min(
+                prepared.sampling.max_tokens, wanted.max_tokens or prepared.sampling.max_tokens
+            ),
+        )
         return Prepared(prompt_ids=prepared.prompt_ids, sampling=sampling, stops=prepared.stops)
+
+    async def _note_refusal(self, job: Job, model: ServedModel, error: PlatformError) -> None:
+        """The canary's revision refuses what the stable one answered: its gates are to know."""
+        side = job.side
+        if side is None or side.rollout_id is None or side.step is None:
+            return
+        await metering.note_refusal(
+            self._gateway.sessions,
+            Refusal(
+                request_id=uuid7(),
+                tenant_id=job.tenant_id,
+                key_id=None,
+                endpoint=job.endpoint,
+                model=model.public_name,
+                owner=self._gateway.gateway_id,
+                is_stream=False,
+                deployment_id=model.deployment_id,
+                revision_id=model.revision.id,
+                adapter_version_id=model.revision.adapter_version_id,
+                rollout_id=side.rollout_id,
+                rollout_step=side.step,
+                arm="shadow",
+                subject_key=side.subject_key or 0,
+                http_status=error.status,
+                error_code=REFUSED_BY_REVISION,
+                kind="shadow",
+                shadow_of=job.request_id,
+            ),
+        )
 
     # ------------------------------------------------------------------ whether it may
 
     async def _free_replica(self, model: ServedModel, num_tokens: int, due_s: float) -> Replica:
         """One that has nobody else's request waiting; looks again and again until it is too late."""
+        if time.monotonic() > due_s:
+            raise _DroppedError("late")
         while True:
             try:
                 # Never the canary's build for the stable revision: a likelihood is of what it names.
@@ -270,6 +395,15 @@ class Copying:
                 raise _DroppedError(reason)
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
+    async def _check_step(self, job: Job) -> None:
+        """What a step wanted that is over counts for nothing any more."""
+        side = job.side
+        if side is None or side.rollout_id is None:
+            raise RuntimeError("a copy without a rollout")
+        sessions = self._gateway.sessions
+        if not await queries.is_in_step(sessions, side.rollout_id, side.step):
+            raise _DroppedError("over")
+
     def _check_slots(self, job: Job, model: ServedModel) -> None:
         """A tenant that may have one adapter in a step must not wait for a copy's."""
         is_other = model.revision.adapter_digest != job.model.revision.adapter_digest
@@ -279,6 +413,18 @@ class Copying:
     def _salt_of(self, tenant_id: UUID) -> bytes:
         key = self._gateway.settings.salt_key.get_secret_value().encode()
         return hmac.digest(key, b"rollout copies" + tenant_id.bytes, "sha256")
+
+
+async def _why_late(pump: Pump) -> PlatformError:
+    """An engine that was given somebody else's work first may be slow with a shadow; an idle one may not."""
+    replica = pump.replica
+    if isinstance(replica, EngineUnavailableError):
+        return replica
+    with contextlib.suppress(EngineLostError):
+        stats = await replica.client.stats(_STATS_TIMEOUT_S)
+        if not (pump.has_begun or _is_busy(stats)):
+            return ShadowHungError("The canary said nothing for too long.")
+    return ShadowGivenUpError("It took too long.")
 
 
 def _is_busy(stats: EngineStats) -> bool:

@@ -132,7 +132,8 @@ class GatewayMetrics:
         self.copies_dropped = Counter(
             "loraplex:gateway_rollout_copies_dropped",
             "Shadows and scores that were wanted and not begun: full (too many waited), busy (engines had"
-            " other requests waiting), no_engine, max_adapters (of the tenant); or given up: draining.",
+            " other requests waiting), no_engine, late (waited too long behind others), over (the step has ended),"
+            " max_adapters (of the tenant); or given up: draining.",
             ["kind", "reason"],
             registry=self.registry,
         )
@@ -140,6 +141,13 @@ class GatewayMetrics:
             "loraplex:gateway_rollout_copies_failed",
             "Shadows and scores that ended without a result, by error code.",
             ["kind", "reason"],
+            registry=self.registry,
+        )
+        self.unserved = Counter(
+            "loraplex:gateway_rollout_unserved",
+            "Requests of rollouts that were refused before they were on the books, by what became of the note"
+            " for the gates: written, not_admitted (key, tenant or clock), dropped (too many at once), failed.",
+            ["outcome"],
             registry=self.registry,
         )
         self.settle_retries = Counter(

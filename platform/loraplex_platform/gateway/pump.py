@@ -178,6 +178,11 @@ class Pump:
             self._lease_ends_s = now_s + self.lease_s
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an engine has produced a token."""
+        return self._first_token_s is not None
+
+    @property
     def answer_ids(self) -> list[int]:
         """Tokens of the first choice, with the one that ended it and none past a stop string; kept only for
         answers that are to be scored.

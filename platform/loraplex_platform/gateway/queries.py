@@ -388,6 +388,15 @@ async def note_stable_logprob(
     )
 
 
+async def is_in_step(sessions: SessionFactory, rollout_id: UUID, step: int | None) -> bool:
+    """Whether a rollout is in this step, shadow or canary, now."""
+    row = await sessions.calls.find(
+        "select 1 from rollouts where id = %(id)s and step = %(step)s and state in ('shadow', 'canary')",
+        {"id": rollout_id, "step": step},
+    )
+    return row is not None
+
+
 async def mirrored_replicas(session: AsyncSession) -> Sequence[Json]:
     """Records of replicas seen within a day: whether one still lives, its connection tells."""
     statement = (

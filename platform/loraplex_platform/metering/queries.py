@@ -21,6 +21,7 @@ from loraplex_platform.ids import unix_s_of
 from loraplex_platform.metering.policy import AttemptUsage, Split, split
 from loraplex_platform.metering.records import (
     MAX_CLOCK_SKEW_S,
+    Refusal,
     Renewal,
     Reservation,
     Settlement,
@@ -72,6 +73,33 @@ select loraplex_void(
     p_request_id => %(request_id)s, p_lease_token => %(lease_token)s,
     p_voided_by => %(voided_by)s, p_http_status => %(http_status)s::integer,
     p_error_code => %(error_code)s)
+"""
+
+# Who is admitted, by which book and with which project: as `loraplex_reserve` has it. No window is touched.
+REFUSE: Final = """
+insert into requests (id, tenant_id, project_id, key_id, deployment_id, revision_id, adapter_id,
+    adapter_version_id, price_book_id, kind, state, endpoint, model, is_stream, owner, lease_until,
+    settled_at, est_prompt_tokens, est_completion_tokens, est_pico, http_status, error_code, settled_by,
+    rollout_id, rollout_step, arm, subject_key, shadow_of)
+select %(request_id)s::uuid, t.id, k.project_id, k.id, %(deployment_id)s::uuid, v.id,
+    (select a.adapter_id from adapter_versions a
+        where a.id = %(adapter_version_id)s::uuid and a.tenant_id = t.id),
+    %(adapter_version_id)s::uuid, coalesce(v.price_book_id, loraplex_book_at(now())), %(kind)s::text, 'voided',
+    %(endpoint)s::text, %(model)s::text, %(is_stream)s::boolean, %(owner)s::text,
+    now(), now(), 0, 0, 0, %(http_status)s::integer,
+    %(error_code)s::text, %(owner)s::text, %(rollout_id)s::uuid, %(rollout_step)s::integer,
+    %(arm)s::text, %(subject_key)s::bigint,
+    %(shadow_of)s::uuid
+from tenants t
+join deployment_revisions v on v.id = %(revision_id)s::uuid
+left join api_keys k on k.tenant_id = t.id and k.id = %(key_id)s::uuid
+where t.id = %(tenant_id)s::uuid and t.status = 'active'
+    and (%(kind)s::text <> 'user' or k.status = 'active' and k.revoked_at is null
+        and (k.expires_at is null or k.expires_at > now()))
+    and abs(%(made_at_s)s::double precision - extract(epoch from now())) <= %(max_skew_s)s::double precision
+    and coalesce(v.price_book_id, loraplex_book_at(now())) is not null
+on conflict do nothing
+returning id
 """
 
 _ABSORB_LATE: Final = text("""
@@ -133,6 +161,14 @@ def reserve_parameters(reservation: Reservation) -> dict[str, object]:
         "made_at_s": unix_s_of(reservation.request_id),
         "max_skew_s": MAX_CLOCK_SKEW_S,
         "sampling": None if reservation.sampling is None else json.dumps(reservation.sampling),
+    }
+
+
+def refuse_parameters(refusal: Refusal) -> dict[str, object]:
+    """Of `REFUSE`."""
+    return dataclasses.asdict(refusal) | {
+        "made_at_s": unix_s_of(refusal.request_id),
+        "max_skew_s": MAX_CLOCK_SKEW_S,
     }
 
 

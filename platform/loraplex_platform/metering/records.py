@@ -12,6 +12,8 @@ from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 Arm = Literal["stable", "canary", "shadow", "pinned"]
 
 GATEWAY_LOST = "gateway_lost"  # the error code of what the sweeper closed
+# A 4xx that the rollout's other side would not have given: its revision's doing, and not the client's.
+REFUSED_BY_REVISION = "refused_by_revision"
 LEASE_S = 20.0  # gateways renew every 5 s
 # A request's id has its maker's clock in it, all other times are the database's. Reports and partitions
 # go by the id, so one that is further off than this is not admitted: it would be in no report.
@@ -61,6 +63,35 @@ class Reservation:
     subject_key: int | None = None
     shadow_of: UUID | None = None
     sampling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A request of a rollout's side that was answered before anything was reserved for it: what that side
+    could not do, of which its gates are to know. Fields as in `Reservation`.
+
+    Attributes:
+        error_code: `REFUSED_BY_REVISION` or what the client was told.
+    """
+
+    request_id: UUID
+    tenant_id: UUID
+    key_id: UUID | None
+    endpoint: str
+    model: str
+    owner: str
+    is_stream: bool
+    deployment_id: UUID
+    revision_id: UUID
+    adapter_version_id: UUID | None
+    rollout_id: UUID
+    rollout_step: int
+    arm: Arm
+    subject_key: int
+    http_status: int
+    error_code: str
+    kind: RequestKind = "user"
+    shadow_of: UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from loraplex_platform.metering import queries
 from loraplex_platform.metering.records import (
     LEASE_S,
     MAX_CLOCK_SKEW_S,
+    Refusal,
     Renewal,
     Reservation,
     Reserved,
@@ -76,6 +77,18 @@ async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserve
     if isinstance(result, Reserved):
         return result
     raise result
+
+
+async def note_refusal(sessions: SessionFactory, refusal: Refusal) -> bool:
+    """Put a request that was refused before its reservation on the books, void from the start.
+
+    False: nothing was written, for its key, tenant or clock would not have been admitted either, or it is
+    there already.
+
+    Raises:
+        DatabaseUnavailableError: unknown.
+    """
+    return await sessions.calls.find(queries.REFUSE, queries.refuse_parameters(refusal)) is not None
 
 
 async def _explain(session: AsyncSession, wanted: Reservation) -> Reserved | PlatformError:

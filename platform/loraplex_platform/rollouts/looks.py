@@ -6,7 +6,7 @@ subject's traffic is in the latencies' tails. Which requests count:
 | | |
 |---|---|
 | all | of this step, assigned by the rollout (arm stable and canary; in a shadow step stable and shadow) |
-| errors | ended, or without a token for `HUNG_S`; not those refused for what the client sent (4xx), not those that the platform's own parts ended |
+| errors | ended, or without a token for `HUNG_S`, or refused by this side's revision alone (`gateway/unserved.py`); not those refused for what the client sent (4xx), not those that the platform's own parts ended |
 | aborts | answered, or ended by the client |
 | everything else | answered: ended by the model or by a limit |
 | log-probability | answered, and sampled for it |
@@ -39,6 +39,7 @@ from sqlalchemy.types import Text
 
 from loraplex_platform.db.base import Json
 from loraplex_platform.db.session import SessionFactory
+from loraplex_platform.metering.records import REFUSED_BY_REVISION
 from loraplex_platform.rollouts.aggregates import (
     BUCKETS_PER_OCTAVE,
     Histogram,
@@ -83,6 +84,7 @@ select
         when r.state = 'reserved' then case
             when r.checkpoint_tokens = 0 and r.admitted_at < now() - make_interval(secs => {HUNG_S:g})
             then 1 end
+        when r.error_code = '{REFUSED_BY_REVISION}' then 1
         when r.http_status between 400 and 498 then null
         when r.http_status >= 500 or r.finish_reason = 'error'
             or (r.http_status is null and r.error_code is not null) then 1

@@ -466,7 +466,9 @@ class _Difference:
     warnings: list[str]
 
 
-def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
+def _difference(
+    stable: Side, canary: Side, gate: GateSettings, *, has_shadows: bool, max_adapters: int | None
+) -> _Difference:
     one, two = stable.revision, canary.revision
     changes = [name for name, field in _PARTS.items() if getattr(one, field) != getattr(two, field)]
     for name in ("system_prompt", "sampling"):
@@ -490,9 +492,25 @@ def _difference(stable: Side, canary: Side, gate: GateSettings) -> _Difference:
     ]
     if None not in dtypes and dtypes[0] != dtypes[1]:
         warnings.append(f"The engine builds compute in {dtypes[0]} and {dtypes[1]}.")
+    needs_both = one.adapter_digest != two.adapter_digest and (
+        has_shadows or gate.logprob is not None
+    )
+    if needs_both and max_adapters is not None and max_adapters < 2:
+        warnings.append(
+            f"The tenant may have {max_adapters} adapter at a time (max_adapters), so its canary's answers are not "
+            "computed again under the stable adapter, and nothing is shadowed: the gate logprob and shadow steps "
+            "never have anything to compare, and hold for ever. Set max_adapters to 2 or more; or gate.logprob "
+            "to null, without shadow steps."
+        )
     if not gate.gates("canary"):
         warnings.append("No gate is asked: it goes on by time alone, whatever the canary does.")
     return _Difference(changes, warnings)
+
+
+async def _max_adapters(session: AsyncSession, tenant_id: UUID | None) -> int | None:
+    """How many adapters the owner may have at a time; None: as many as it likes, or it is the platform."""
+    tenant = None if tenant_id is None else await tenancy.find_tenant(session, tenant_id)
+    return None if tenant is None else tenant.max_adapters
 
 
 async def _few_subjects(
@@ -538,7 +556,13 @@ async def _describe(
             f"{stable.base_model.tokenizer_sha256[:12]}): prompts of the one mean nothing to the other.",
             param="canary",
         )
-    found = _difference(stable, canary, settings)
+    found = _difference(
+        stable,
+        canary,
+        settings,
+        has_shadows=any(step["kind"] == "shadow" for step in rollout.steps),
+        max_adapters=await _max_adapters(session, rollout.tenant_id),
+    )
     if deployment.followed_alias is not None and "adapter" in found.changes:
         found.warnings.append(
             f"{deployment.public_name} follows the alias {deployment.followed_alias}: promoted to another version than "

@@ -182,7 +182,8 @@ class Stand:
 
         def is_idle() -> bool:
             is_quiet = registry.get_sample_value("loraplex:gateway_http_in_flight") == 0
-            is_done = self.gateway.copying.num_pending == 0
+            gateway = self.gateway
+            is_done = gateway.copying.num_pending == 0 and gateway.unserved.num_pending == 0
             return is_quiet and is_done and self.gateway.pumps.num_live == 0
 
         await eventually(is_idle, "everything ended")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import time
 from typing import Any
 from uuid import UUID
@@ -14,6 +16,7 @@ from loraplex_platform.gateway import copying, scoring
 from loraplex_platform.gateway.queries import ActiveRollout, Revision
 from loraplex_platform.gateway.revision_choice import is_scored, is_shadowed
 from loraplex_platform.ids import uuid7
+from loraplex_platform.metering.records import REFUSED_BY_REVISION
 from sqlalchemy import func, select
 
 from tests.platform.gateway import tiny_model
@@ -276,7 +279,7 @@ async def test_it_waits_for_its_turn_and_few_wait_with_it(
     monkeypatch.setattr(copying, "MAX_WAITING", 2)
     deployed = await shadowed(stand)
     full = counted(stand, "dropped", kind="shadow", reason="full")
-    most = stand.gateway.settings.shadow_concurrency
+    most = stand.gateway.settings.shadow_concurrency // 2  # of one rollout
     stand.engine.waiting_by_priority = {0: 1}
     try:
         for _ in range(most + 4):
@@ -302,10 +305,132 @@ async def test_a_hanging_canary_holds_up_nobody(stand: Stand) -> None:
         assert (await deployed.ask()).status_code == 200
     assert time.monotonic() - began_s < 30
     hanging = list(stand.gateway.copying._shadows)
-    assert len(hanging) <= stand.gateway.settings.shadow_concurrency
+    assert len(hanging) <= stand.gateway.settings.shadow_concurrency // 2
     stand.engine.script_for = None
     for pump in hanging:
         pump.kill(copying.ShadowGivenUpError("The test is over."))
+
+
+async def test_hanging_canaries_silence_no_other_rollout_and_no_other_tenant(stand: Stand) -> None:
+    hangs, works = await shadowed(stand), await shadowed(stand)
+    elsewhere = await shadowed(dataclasses.replace(stand, customer=stand.stranger))
+    most = stand.gateway.settings.shadow_concurrency
+    copies = stand.gateway.copying
+
+    async def hang(deployed: Deployed, num_hanging: int) -> None:
+        stand.engine.script_for = hangs_for_copies
+        for _ in range(most):
+            assert (await deployed.ask()).status_code == 200
+        await eventually(lambda: len(copies._shadows) == num_hanging, "all that may hang")
+        stand.engine.script_for = None
+
+    async def ask_three(deployed: Deployed) -> None:
+        before = len(stand.generated)
+        for _ in range(3):
+            assert (await deployed.ask()).status_code == 200
+        await eventually(lambda: len(stand.generated) == before + 6, "three shadows", deadline_s=15)
+
+    try:
+        await hang(hangs, most // 2)
+        await ask_three(works)
+        await hang(works, most - 1)
+        await ask_three(elsewhere)
+    finally:
+        stand.engine.script_for = None
+        while copies.num_pending:
+            for pump in list(copies._shadows):
+                pump.kill(copying.ShadowGivenUpError("The test is over."))
+            await asyncio.sleep(0.05)
+
+
+async def test_a_full_line_is_not_one_rollouts(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "MAX_WAITING", 3)
+    first, second = await shadowed(stand), await shadowed(stand)
+    stand.engine.waiting_by_priority = {0: 1}
+    try:
+        for _ in range(8):
+            await first.ask()
+        for _ in range(3):
+            await second.ask()
+        waiting = [len(line) for line in stand.gateway.copying._lines.values()]
+        assert sorted(waiting) == [1, 2]
+    finally:
+        stand.engine.waiting_by_priority = {}
+    await stand.settled()
+
+
+async def test_what_is_too_late_or_of_a_step_that_is_over_is_not_asked(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed = await Deployed.make(stand)
+    rollout_id = await deployed.roll_out(state="shadow", shadow_bp=10_000)
+    for reason in ("late", "over"):
+        dropped = counted(stand, "dropped", kind="shadow", reason=reason)
+        if reason == "late":
+            monkeypatch.setattr(copying, "MAX_WAIT_S", -1.0)
+            await deployed.ask()
+            monkeypatch.undo()
+        else:
+            stand.engine.waiting_by_priority = {0: 1}
+            await deployed.ask()
+            await rollouts.abort_rollout(stand.db, rollout_id)
+            stand.engine.waiting_by_priority = {}
+        await stand.settled()
+        assert counted(stand, "dropped", kind="shadow", reason=reason) == dropped + 1
+    assert len(stand.generated) == 2
+
+
+async def test_a_shadow_that_says_nothing_is_ended_and_counts_against_the_canary(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "SHADOW_TIMEOUT_S", 0.3)
+    deployed = await shadowed(stand)
+    for is_slow, code in ((False, "shadow_hung"), (True, "given_up")):
+        stand.engine.script_for = lambda sent, is_slow=is_slow: (
+            Script()
+            if sent.priority != copying.PRIORITY
+            else Script(token_ids=[5] * 300, token_delay_s=0.05)
+            if is_slow
+            else Script(never_answers=True)
+        )
+        answer = await deployed.ask(max_tokens=200 if is_slow else 2)
+        [shadow] = await copies_of(stand, (await request_of(stand, answer)).id)
+        assert (shadow.state, shadow.error_code) == ("settled", code)
+        assert shadow.http_status is not None
+        assert shadow.http_status >= 500
+    stand.engine.script_for = None
+
+
+async def test_a_shadow_gets_no_more_than_a_quota_paid_of_its_original(own_stand: Stand) -> None:
+    stand = own_stand
+    deployed = await shadowed(stand, params={"sampling": {"top_k": 9}})
+    await set_limit(stand.db, stand.customer, "tokens_total", "40")
+    stand.engine.script = says("so it is", end=False)
+
+    answer = await deployed.ask(max_tokens=100)
+
+    clamped = int(answer.headers["x-loraplex-max-tokens"])
+    await stand.settled()
+    asked, again = stand.generated
+    assert (asked.sampling.top_k, again.sampling.top_k) == (0, 9)
+    assert asked.sampling.max_tokens == again.sampling.max_tokens == clamped < 100
+    await stand.check_books()
+
+
+async def test_what_only_the_canarys_revision_refuses_is_on_its_books(stand: Stand) -> None:
+    deployed = await shadowed(stand, params={"system_prompt": "verse " * 2_000})
+
+    answer = await deployed.ask()
+
+    assert answer.status_code == 200
+    original = await request_of(stand, answer)
+    [shadow] = await copies_of(stand, original.id)
+    assert (shadow.kind, shadow.arm, shadow.state) == ("shadow", "shadow", "voided")
+    assert (shadow.http_status, shadow.error_code) == (400, REFUSED_BY_REVISION)
+    same = ("rollout_id", "rollout_step", "subject_key", "deployment_id", "model")
+    assert [getattr(shadow, name) for name in same] == [getattr(original, name) for name in same]
 
 
 async def test_a_tenants_quota_and_bill_know_nothing_of_copies(own_stand: Stand) -> None:
@@ -336,7 +461,7 @@ async def test_the_end_of_a_gateway_gives_them_up_and_closes_their_books(
     deployed = await shadowed(stand, score_bp=10_000)
     stand.engine.script_for = hangs_for_copies
     answers = [await deployed.ask() for _ in range(6)]
-    most = stand.gateway.settings.shadow_concurrency
+    most = stand.gateway.settings.shadow_concurrency // 2
     await eventually(lambda: len(stand.generated) == 6 + most, "copies under way")
 
     began_s = time.monotonic()

@@ -10,6 +10,7 @@ from uuid import UUID
 import pytest
 from loraplex_platform.ids import parse_id
 from loraplex_platform.metering import service as metering
+from loraplex_platform.metering.records import REFUSED_BY_REVISION
 from loraplex_platform.rollouts import looks
 from loraplex_platform.rollouts.aggregates import Histogram, Latencies, Mix, SubjectSums
 from loraplex_platform.rollouts.gates import GateSettings
@@ -134,6 +135,7 @@ async def test_which_requests_count_as_errors(world: World) -> None:
         ({"http_status": 503, "error_code": "adapter_unavailable"}, 1.0),
         ({"http_status": 504, "error_code": "deadline_exceeded"}, 1.0),
         ({"http_status": 400, "error_code": "grammar_invalid", "finish_reason": "error"}, None),
+        ({"http_status": 400, "error_code": REFUSED_BY_REVISION, "finish_reason": "error"}, 1.0),
         ({"http_status": None, "error_code": "gateway_lost"}, None),
         ({"http_status": 503, "error_code": "database_unavailable"}, None),
         ({"http_status": 503, "error_code": "draining"}, None),

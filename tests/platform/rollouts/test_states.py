@@ -146,6 +146,21 @@ async def test_a_paused_rollout_goes_no_step_further_but_is_still_guarded(world:
     assert (await world.read(name))["state"] == "aborted"
 
 
+async def test_a_tenant_with_one_place_for_adapters_is_told_what_it_cannot_compare(
+    world: World,
+) -> None:
+    change = "update tenants set max_adapters = 1 where id = :id"
+    await run_sql(world.db, change, id=world.customer.tenant_id)
+
+    by_default = await world.made(gate={}, steps=[canary(500)])
+    shadowed = await world.made(gate=ERRORS_ONLY, steps=[shadow(), canary(500)])
+    plain = await world.made(gate=ERRORS_ONLY, steps=[canary(500)])
+
+    for rollout in (by_default, shadowed):
+        assert any("max_adapters" in warning for warning in rollout["warnings"])
+    assert plain["warnings"] == []
+
+
 async def test_approval_is_waited_for(world: World) -> None:
     rollout = await world.stepping(steps=[canary(500)], promotion="approval", gate=NO_GATES)
     assert "No gate is asked" in rollout["warnings"][0]
