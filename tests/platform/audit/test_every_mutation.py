@@ -387,7 +387,7 @@ async def _rollouts(walk: Walk) -> None:
     ):
         one = f"{where}/{{rollout_id}}"
         await walk.step("POST", where, json=body, keep="rollout_id")
-        await walk.step("PATCH", one, json={"sticky_by": "user"})
+        await walk.step("PATCH", one, json={"sticky_by": "key"})
         for verb in ("start", "pause", "resume", "promote", "rollback"):
             await walk.step("POST", f"{one}/{verb}")
         await walk.step("POST", where, json=body, keep="rollout_id")

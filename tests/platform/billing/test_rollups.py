@@ -387,7 +387,8 @@ async def test_filters_and_groups_of_every_dimension(db: Database, db_url: str) 
             assert {getattr(row, name) for row in rows} == {value}, (name, width)
             assert sum(row.requests for row in rows) == requests
     assert (await report(db, only=UsageFilter(project_id=uuid7()))).rows == []
-    assert {name for name, _, _ in cases} == set(usage.GROUPS)
+    # Days do not know revisions: tests/platform/metering asks minutes and hours for those.
+    assert {name for name, _, _ in cases} == set(usage.GROUPS) - {"revision_id"}
 
 
 async def test_short_buckets_cover_little_time(db: Database) -> None:

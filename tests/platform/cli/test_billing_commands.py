@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platform.cli.test_tenancy_commands import (
-    Terminal,
-    _quiet_server,  # noqa: F401 # a fixture
-)
+from tests.platform.cli.test_tenancy_commands import Terminal
 from tests.platform.control.stand import Stand
 from tests.platform.control.test_playground import serving
 from tests.support.billing import add_usage, first_of, month_ago

@@ -31,8 +31,6 @@ COMMANDS = (
     ("adapters", "upload"),
     ("adapters", "list"),
     ("adapters", "deploy"),
-    ("adapters", "pin"),
-    ("adapters", "unpin"),
     ("adapters", "merge"),
     ("keys", "create"),
     ("keys", "list"),
@@ -85,8 +83,6 @@ COMMANDS = (
     ("invoices", "save"),
 )
 WITH_EXAMPLES = {
-    ("adapters", "pin"),
-    ("adapters", "unpin"),
     ("up",),
     ("demo",),
     ("verify",),

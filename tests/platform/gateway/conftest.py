@@ -15,6 +15,7 @@ from loraplex_platform.errors import EngineUnavailableError
 from tests.platform.gateway.stand import BASE, Stand, announce, eventually
 from tests.support.fake_engine import Script
 from tests.support.folders import short_folder
+from tests.support.metering import run_sql
 from tests.support.postgres import PostgresServer
 
 
@@ -45,6 +46,10 @@ async def stand(_shared_stand: Stand) -> AsyncIterator[Stand]:
     await _answering(_shared_stand)
     yield _shared_stand
     await _shared_stand.close_clients()
+    await run_sql(
+        _shared_stand.db,
+        "update deployments set archived_at = now() where public_name like 'd-%' and archived_at is null",
+    )
     await _shared_stand.check_books()
 
 
