@@ -21,8 +21,8 @@ from typing import Protocol
 
 import structlog
 
-from loraplex_engine.artifact import UNKNOWN_MODEL, ModelIdentity
 from loraplex_engine.errors import PinRefusedError, RequestRejectedError
+from loraplex_engine.model_identity import UNKNOWN_MODEL, ModelIdentity
 from loraplex_engine.protocol import (
     Abort,
     EngineStats,

@@ -25,12 +25,6 @@ from loraplex_engine.artifact.memory import (
     estimate_memory,
     estimate_overhead,
 )
-from loraplex_engine.artifact.model_identity import (
-    UNKNOWN_MODEL,
-    ModelIdentity,
-    identify_model,
-    identity_files,
-)
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
     CONFIG_FILE,
@@ -48,6 +42,12 @@ from loraplex_engine.artifact.reader import (
 from loraplex_engine.artifact.shape import Fit, ModelShape, check_fits
 from loraplex_engine.artifact.store import AdapterStore, open_remote, telling_unavailable
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
+from loraplex_engine.model_identity import (
+    UNKNOWN_MODEL,
+    ModelIdentity,
+    identify_model,
+    identity_files,
+)
 
 __all__ = [
     "ADAPTER_FILES",

@@ -418,8 +418,6 @@ class Copying:
 async def _why_late(pump: Pump) -> PlatformError:
     """An engine that was given somebody else's work first may be slow with a shadow; an idle one may not."""
     replica = pump.replica
-    if isinstance(replica, EngineUnavailableError):
-        return replica
     with contextlib.suppress(EngineLostError):
         stats = await replica.client.stats(_STATS_TIMEOUT_S)
         if not (pump.has_begun or _is_busy(stats)):
