@@ -375,14 +375,15 @@ _RULES = (
     _Rule(
         "audit_chain_is_unbroken",
         "Every audit row is linked to the one before it, and the newest to its chain's head",
-        # With `since`, rows before it are taken as read; the ends of all chains are looked at anyway.
+        # With `since`, rows before it are taken as read; the ends of all chains are looked at anyway. In their
+        # order: where a chain breaks first is what the others follow from.
         """
         select 'aud_' || replace(a.id::text, '-', '') as id, case
                 when a.hash is null then 'was never linked: the chain''s trigger was off'
                 when a.hash is distinct from loraplex_audit_digest(a) then 'was changed'
                 when h.chain is null then 'has no head'
                 when a.seq < h.first_seq then 'should be gone: it is older than what is kept'
-                else 'does not follow the row before it' end as detail
+                else 'does not follow the row before it' end as detail, a.chain, a.seq
         from audit_log a
         left join audit_heads h on h.chain = a.chain
         left join audit_log p on p.chain = a.chain and p.seq = a.seq - 1
@@ -392,13 +393,14 @@ _RULES = (
                 case when a.seq = h.first_seq then h.first_prev_hash else p.hash end)
         union all
         select 'chain ' || h.chain, 'ends at row ' || coalesce(max(n.seq), 0) || ', its head says '
-            || h.seq || ': rows are missing, or were added past the head'
+            || h.seq || ': rows are missing, or were added past the head', h.chain, h.seq + 1
         from audit_heads h
         left join lateral (select seq, hash from audit_log where chain = h.chain
             order by seq desc nulls last limit 1) n on true
         where h.seq >= h.first_seq
         group by h.chain
         having (max(n.seq), (array_agg(n.hash))[1]) is distinct from (h.seq, h.hash)
+        order by chain, seq nulls last
         """,
         code="I10",
     ),
