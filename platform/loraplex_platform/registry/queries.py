@@ -98,8 +98,10 @@ class DeployedRevision:
 
 async def lock_name(session: AsyncSession, *parts: str) -> None:
     """Serialise writers of one name until the transaction ends, also before the row exists."""
+    # Postgres has no such text: nothing is called that, which whoever looks it up then says.
+    name = ":".join(parts).replace("\0", "\ufffd")
     await session.execute(
-        text("select pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": ":".join(parts)}
+        text("select pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name}
     )
 
 

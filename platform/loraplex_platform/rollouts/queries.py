@@ -20,6 +20,7 @@ from loraplex_platform.db import (
     RolloutEvent,
 )
 from loraplex_platform.db.base import Json
+from loraplex_platform.registry import queries as registry
 
 # ---------------------------------------------------------------------------- rollouts
 
@@ -75,17 +76,11 @@ class Side:
 
 
 async def find_deployment(
-    session: AsyncSession, tenant_id: UUID | None, *, name: str | None, deployment_id: UUID | None
+    session: AsyncSession, tenant_id: UUID | None, deployment_id: UUID
 ) -> Deployment | None:
-    """The owner's live deployment, by id or public name."""
-    owned = (
-        Deployment.tenant_id.is_(None) if tenant_id is None else Deployment.tenant_id == tenant_id
-    )
-    named = (
-        Deployment.public_name == name if deployment_id is None else Deployment.id == deployment_id
-    )
+    """The owner's live deployment, by id."""
     return await session.scalar(
-        select(Deployment).where(owned, named, Deployment.archived_at.is_(None))
+        registry.live_deployments(tenant_id).where(Deployment.id == deployment_id)
     )
 
 

@@ -6,6 +6,7 @@ holds the rollout's row: of two admins at once one is first, and the other is to
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
 from loraplex_platform.ids import format_id, parse_id_or_none, uuid7
+from loraplex_platform.registry import deployments, revisions
 from loraplex_platform.registry import queries as registry
-from loraplex_platform.registry import revisions
 from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.evidence import MIN_EQUAL_SUBJECTS
@@ -616,9 +617,12 @@ async def _with_suites(
 
 async def _get_deployment(session: AsyncSession, tenant_id: UUID | None, wanted: str) -> Deployment:
     deployment_id = parse_id_or_none("deployment", wanted)
-    found = await queries.find_deployment(
-        session, tenant_id, name=wanted, deployment_id=deployment_id
-    )
+    found = None
+    if deployment_id is not None:
+        found = await queries.find_deployment(session, tenant_id, deployment_id)
+    else:
+        with contextlib.suppress(NotFoundError):  # said below, with the field's name
+            found = await deployments.get(session, tenant_id, wanted)
     if found is None or found.current_revision_id is None:
         raise NotFoundError("No such deployment.", param="deployment")
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -74,3 +76,55 @@ def _try(operation: Any, url: str, tenant_id: str, statuses: set[int], deadline_
             assert error["message"]
 
     attempt()
+
+
+# What numbers, ids and texts are not: each alone in each parameter, whatever chance does above.
+ODD_VALUES = (
+    "",
+    "\0",
+    "a\0b",
+    "\ud7ff\uffff",
+    "9" * 40,
+    "-1",
+    "9223372036854775808",
+    "1e400",
+    "nan",
+    "0001-01-01T00:00:00Z",
+    "9999-12-31T23:59:59+14:00",
+    "x" * 5_000,
+    "%",
+    "usr_00000000000000000000000000000000",
+)
+
+
+async def test_no_odd_value_of_a_parameter_crashes_a_reading_or_a_deletion(stand: Stand) -> None:
+    tenant_id = str((await stand.tenant("acme"))["id"])
+    crashed = []
+    count = 0
+    for method, path, parameters, odd in _parameters_of(stand.app.openapi()):
+        for value in ODD_VALUES:
+            filled = path
+            for one in parameters:
+                if one["in"] == "path":
+                    text = tenant_id if one["name"] == "tenant_id" else "x"
+                    text = value if one is odd else text
+                    filled = filled.replace("{" + one["name"] + "}", quote(text, safe=""))
+            query = {odd["name"]: value} if odd["in"] == "query" else {}
+            answer = await stand.admin.request(method, filled, params=query)
+            count += 1
+            if answer.status_code >= 500:
+                code = answer.json()["error"]["code"]
+                if code not in MAY_BE_DOWN + NOT_SET_UP:
+                    crashed.append((method, path, odd["name"], value[:40], code))
+    assert crashed == []
+    assert count > 1_000
+
+
+def _parameters_of(document: dict[str, Any]) -> Iterator[tuple[str, str, list[Any], Any]]:
+    """Method, path, all parameters of that operation, and one of them, but for headers and the tenant's id."""
+    for path, operations in document["paths"].items():
+        for method in ("get", "delete"):
+            parameters = operations.get(method, {}).get("parameters", [])
+            for one in parameters:
+                if one["in"] != "header" and one["name"] != "tenant_id":
+                    yield method, path, parameters, one
