@@ -18,8 +18,12 @@ def tiny_model(session_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(session_folder: Path, tiny_model: Path) -> Iterator[Fleet]:
-    fleet = Fleet(session_folder / "chaos", "--model", str(tiny_model))
+def fleet(
+    session_folder: Path, tiny_model: Path, request: pytest.FixtureRequest
+) -> Iterator[Fleet]:
+    # A folder of its own: what one module's fleet has written and said is not the next one's.
+    name = request.module.__name__.rpartition(".")[2].removeprefix("test_")
+    fleet = Fleet(session_folder / name, "--model", str(tiny_model))
     try:
         fleet.start()
         yield fleet
