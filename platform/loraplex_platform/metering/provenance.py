@@ -343,7 +343,9 @@ def _words_of_engine(of: Provenance) -> Iterator[str]:
         yield f"It went to {where}; which engine build that was is not in the books."
     else:
         facts = {} if of.build is None else of.build.facts
-        known = ", ".join(f"{name} {value}" for name, value in sorted(facts.items()) if value)
+        flat = {**facts, **facts.get("backends", {})}
+        flat.pop("backends", None)
+        known = ", ".join(f"{name} {value}" for name, value in sorted(flat.items()) if value)
         yield (
             f"It ran on {where}, of the engine build {of.request.fingerprint}"
             f"{f' ({known})' if known else ''}."
