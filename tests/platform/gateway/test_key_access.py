@@ -94,7 +94,9 @@ async def test_a_key_calls_what_it_is_granted_and_the_rest_does_not_exist(stand:
         deployments = {row[0]: row[1] for row in found}
         adapter_id = (
             await session.scalars(
-                select(Adapter.id).where(Adapter.tenant_id == stand.customer.tenant_id)
+                select(Adapter.id).where(
+                    Adapter.tenant_id == stand.customer.tenant_id, Adapter.name == "pirate"
+                )
             )
         ).one()
     cases: tuple[tuple[tuple[tuple[str, UUID], ...], list[str]], ...] = (

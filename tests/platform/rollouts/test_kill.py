@@ -205,7 +205,7 @@ async def scene(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncItera
         async with scene.working():
 
             async def is_closed() -> bool:
-                identity = (await check_invariants(world.db.sessions())).identity
+                identity = (await check_invariants(world.db.sessions)).identity
                 return not identity.pending_requests and not identity.unlanded
 
             await eventually(is_closed, "the books are closed", deadline_s=DEADLINE_S)
