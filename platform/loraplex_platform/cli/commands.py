@@ -14,6 +14,7 @@ from loraplex_platform.cli import (
     backup_commands,
     bench_commands,
     billing_commands,
+    doctor_commands,
     eval_commands,
     key_commands,
     limit_commands,
@@ -58,6 +59,7 @@ app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
+app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
 app.command(rich_help_panel=_OPERATION)(outbox_commands.outbox)
 app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
