@@ -20,6 +20,7 @@ from loraplex_platform.cli import (
     limit_commands,
     member_commands,
     outbox_commands,
+    plan_commands,
     process_commands,
     reconcile_commands,
     retention_commands,
@@ -60,6 +61,7 @@ app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
+app.command(rich_help_panel=_OPERATION)(plan_commands.plan)
 app.command(rich_help_panel=_OPERATION)(outbox_commands.outbox)
 app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)

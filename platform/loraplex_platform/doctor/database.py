@@ -30,7 +30,7 @@ async def _ask(look: Look, statement: str, *parameters: object) -> Any:  # noqa:
         async with await psycopg.AsyncConnection.connect(
             url, connect_timeout=CONNECT_TIMEOUT_S, autocommit=True
         ) as connection:
-            found = await connection.execute(statement, parameters)  # type: ignore[arg-type] # ours, all of them
+            found = await connection.execute(statement, parameters)
             return await found.fetchone()
     except psycopg.Error as error:
         raise NotLookedAtError(f"{_first_line(error)}: see database.reachable") from error
