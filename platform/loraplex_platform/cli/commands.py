@@ -24,6 +24,7 @@ from loraplex_platform.cli import (
     process_commands,
     reconcile_commands,
     retention_commands,
+    secret_commands,
     tenant_commands,
     user_commands,
     webhook_commands,
@@ -67,6 +68,7 @@ app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
 app.command(rich_help_panel=_OPERATION)(backup_commands.backup)
 app.command(rich_help_panel=_OPERATION)(backup_commands.restore)
+app.add_typer(secret_commands.app, name="secrets", rich_help_panel=_OPERATION)
 app.add_typer(webhook_commands.app, name="webhooks", rich_help_panel=_OPERATION)
 
 

@@ -225,8 +225,11 @@ class Look:
 
 def find_setup(data_dir: Path, *, with_model: bool = False) -> Look:
     """What to look at: the environment where it names a database, else the local fleet of `data_dir`."""
+    from loraplex_platform.settings import read_secret_files
+
     folder = DataDir(data_dir.expanduser().resolve())
     given = {name: value for name, value in os.environ.items() if name.startswith("LORAPLEX_")}
+    given |= read_secret_files()
     engine = {name: value for name, value in given.items() if name.startswith("LORAPLEX_ENGINE_")}
     if given.get("LORAPLEX_DATABASE_URL"):
         return Look("the environment", given, folder, False, False, with_model, engine)
