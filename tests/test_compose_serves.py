@@ -190,10 +190,12 @@ def test_an_admin_logs_in_with_the_password_of_the_secret_file(stand: Stand) -> 
     right = httpx.post(
         stand.url("8001", "/admin/v1/sessions"),
         json={"email": "ada@example.com", "password": password},
+        timeout=60,  # hashing it is meant to take long
     )
     wrong = httpx.post(
         stand.url("8001", "/admin/v1/sessions"),
         json={"email": "ada@example.com", "password": "another"},
+        timeout=60,
     )
 
     assert right.is_success, right.text

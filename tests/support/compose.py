@@ -101,7 +101,8 @@ class PlainServices:
         self._ports = {port: str(here) for port, here in ports.items()}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("run", "lib/store", "lib/journal", "lib/spool", "lib/cache", "lib/models"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            # As deploy/Dockerfile makes them: closed to others.
+            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def moved(self, text: str) -> str:
         """A string of compose.yaml as it reads here."""

@@ -26,12 +26,18 @@ async def _ask(look: Look, statement: str, *parameters: object) -> Any:  # noqa:
     import psycopg
 
     url = look.database_settings().database_url.get_secret_value()
+    if look.database_error is not None:
+        raise NotLookedAtError(look.database_error)
     try:
         async with await psycopg.AsyncConnection.connect(
             url, connect_timeout=CONNECT_TIMEOUT_S, autocommit=True
         ) as connection:
             found = await connection.execute(statement, parameters)
             return await found.fetchone()
+    except psycopg.OperationalError as error:
+        # Not asked again and again: each time could take seconds.
+        look.database_error = f"{_first_line(error)}: see database.reachable"
+        raise NotLookedAtError(look.database_error) from error
     except psycopg.Error as error:
         raise NotLookedAtError(f"{_first_line(error)}: see database.reachable") from error
 

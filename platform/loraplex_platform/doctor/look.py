@@ -55,7 +55,7 @@ class Look:
     is_running: bool = False
     with_model: bool = False
     engine_variables: Mapping[str, str] = field(default_factory=dict)
-    _database_error: str | None = None
+    database_error: str | None = None  # found by a check, for those after it
 
     # ------------------------------------------------------------------------ configuration
 
@@ -170,14 +170,14 @@ class Look:
         from loraplex_platform.errors import UnavailableError
 
         settings = self.database_settings()
-        if self._database_error is not None:
-            raise NotLookedAtError(self._database_error)
+        if self.database_error is not None:
+            raise NotLookedAtError(self.database_error)
         async with open_database(settings, statement_timeout_s=10.0) as database:
             try:
                 yield database
             except UnavailableError:
-                self._database_error = "the database does not answer: see database.reachable"
-                raise NotLookedAtError(self._database_error) from None
+                self.database_error = "the database does not answer: see database.reachable"
+                raise NotLookedAtError(self.database_error) from None
             except SQLAlchemyError as error:
                 reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
                 raise NotLookedAtError(

@@ -37,8 +37,32 @@ def choose(names: Sequence[str]) -> list[Check]:
 
 
 async def examine(look: Look, checks: Sequence[Check]) -> list[Answer]:
-    """Make the checks, side by side where they wait for others."""
-    return list(await asyncio.gather(*(answer(check, look) for check in checks)))
+    """Make the checks: those of the machine beside the others, which are made one after another.
+
+    So that none waits for an answer while another one keeps this process busy, and is late by that.
+    """
+    _load_clients()
+    tasks = {
+        check.name: asyncio.create_task(answer(check, look))
+        for check in checks
+        if check.group == "machine"
+    }
+    others = {check.name: await answer(check, look) for check in checks if check.name not in tasks}
+    return [
+        await tasks[check.name] if check.name in tasks else others[check.name] for check in checks
+    ]
+
+
+def _load_clients() -> None:
+    """What checks import takes a second or more on a busy machine: not while a server's answer is waited for."""
+    import httpx  # noqa: F401 - see above
+    import psycopg  # noqa: F401
+    import redis.asyncio  # noqa: F401
+
+    import loraplex_platform.db.migrate
+    import loraplex_platform.db.session
+    import loraplex_platform.metering.invariant_runs
+    import loraplex_platform.outbox.queries  # noqa: F401
 
 
 def as_json(look: Look, answers: Sequence[Answer]) -> dict[str, Any]:
