@@ -433,13 +433,22 @@ class Api:
         return cast(Page[Deployment], self._page(path, after, PAGE_SIZE))
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Deployment:
-        """Let `name` answer with a version from now on; None: with the base."""
-        answer = self._call(
-            "PUT",
-            f"/tenants/{tenant_id}/deployments/{_segment(name)}",
-            json={"version_id": version_id},
-        )
-        return cast(Deployment, _json(answer))
+        """Let `name` answer with a version from now on; None: with the base. What else it is set to (system
+        prompt, sampling, engine build, price book) stays.
+        """
+        path = f"/tenants/{tenant_id}/deployments/{_segment(name)}"
+        body: dict[str, Any] = {"version_id": version_id}
+        headers = {}
+        try:
+            found = self._call("GET", path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+        else:
+            revision = _json(found)["revision"]
+            body |= {field: revision[field] for field in ("engine_build_id", "params")}
+            headers["if-match"] = found.headers["etag"]
+        return cast(Deployment, _json(self._call("PUT", path, json=body, headers=headers)))
 
     def delete_deployment(self, tenant_id: str, name: str) -> None:
         """Take a name out of service; its history stays."""

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
 from loraplex_platform.billing.money import format_usd
-from loraplex_platform.control.schemas import Body, Resource, UnixSeconds
+from loraplex_platform.control.schemas import Body, Resource, UnixSeconds, UnixTime
 from loraplex_platform.db import Limit
 from loraplex_platform.db.quotas import NO_SCOPE_ID
 from loraplex_platform.ids import format_id
+from loraplex_platform.metering.provenance_schemas import AnsweredBy
 from loraplex_platform.quotas.queries import Use
 from loraplex_platform.quotas.records import (
     FailMode,
@@ -41,7 +42,6 @@ _UNITS: dict[str, Unit] = {
 }
 _SECONDS_PER_HOUR = 3600
 
-_MAX_UNIX_S = 253_402_300_799  # the end of the year 9999, as far as Postgres and datetime agree
 Value = Annotated[
     str,
     Field(
@@ -64,7 +64,6 @@ AlertPct = Annotated[
         examples=[[50, 80, 100]],
     ),
 ]
-UnixTime = Annotated[StrictInt, Field(ge=0, le=_MAX_UNIX_S)]
 
 
 class NewLimit(Body):
@@ -177,11 +176,14 @@ class ExplanationResource(Resource):
     object: Literal["explanation"] = "explanation"
     request_id: str
     tenant_id: str
-    outcome: Literal["refused", "running", "completed", "aborted", "failed", "not_run"]
+    outcome: Literal[
+        "refused", "running", "completed", "aborted", "failed", "not_run", "archived"
+    ] = Field(description="archived: its month in the request log is gone, the ledger is not.")
     summary: str
     details: list[str]
     limit_ids: list[str] = Field(description="The limits that refused it or cut its max_tokens.")
     at: UnixSeconds
+    answered_by: AnsweredBy | None = Field(description="null: it was refused, nothing answered.")
 
 
 class SchedulingChanges(Body):
