@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -283,7 +284,8 @@ def test_doctor_finds_the_fleet_well_and_names_what_dies(stand: Stand) -> None:
     assert control["store.reachable"]["status"] == "ok"
 
     # Each process ends in order, within the patience that compose has, and the doctor says which.
-    assert stand.services.stop("console") == 0
+    # Streamlit leaves SIGTERM to the system: it holds nothing that could be lost.
+    assert stand.services.stop("console") in (0, -signal.SIGTERM)
     assert (
         stand.doctor("control", "--only", "fleet.console")[1]["fleet.console"]["status"] == "fail"
     )
