@@ -25,14 +25,14 @@ def _start(look: Look, process: str) -> str:
     return f"docker compose up -d {process} (or loraplex {process}), and look at its log"
 
 
-async def replica_records(look: Look) -> list[ReplicaRecord]:
-    """What engines publish of themselves in Redis now; empty where there is no Redis."""
+async def replica_records(look: Look) -> list[ReplicaRecord] | None:
+    """What engines publish of themselves in Redis now; None: there is none, or it does not answer."""
     from redis import asyncio as redis_asyncio
     from redis.exceptions import RedisError
 
     url = look.get("LORAPLEX_REDIS_URL")
     if url is None:
-        return []
+        return None
     records = []
     try:
         client = redis_asyncio.Redis.from_url(
@@ -44,13 +44,14 @@ async def replica_records(look: Look) -> list[ReplicaRecord]:
                 if value is not None:
                     records.append(msgspec.json.decode(value, type=ReplicaRecord))
     except (RedisError, OSError, ValueError, msgspec.MsgspecError):
-        return []
+        return None
     return sorted(records, key=lambda record: record.replica_id)
 
 
 @catalogue.check("fleet.engines", "an engine is there and ready")
 async def engines(look: Look) -> Finding:
-    records = await replica_records(look)
+    published = await replica_records(look)
+    records = published or []
     ready = [record.replica_id for record in records if record.state == "ready"]
     if ready:
         others = [f"{x.replica_id} is {x.state}" for x in records if x.state != "ready"]
@@ -69,9 +70,10 @@ async def engines(look: Look) -> Finding:
     async with look.database() as database, database.sessions() as session:
         seen = await queries.replicas_seen(session)
     fresh = [one.name for one in seen if one.age_s < 2 * REPLICA_TTL_S]
-    if fresh:
+    # One that has taken its record down is gone, however lately the worker has seen it.
+    if fresh and published is None:
         return warn(
-            f"seen by the worker: {', '.join(fresh)}; none in Redis",
+            f"seen by the worker: {', '.join(fresh)}; Redis, where they say so, is not there",
             "see redis.reachable, and LORAPLEX_ENGINE_REDIS_URL of the engines",
         )
     last = f"; the last was {seen[0].name}, {_age(seen[0].age_s)} ago" if seen else ""

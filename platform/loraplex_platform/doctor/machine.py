@@ -151,7 +151,7 @@ async def row_rule(look: Look) -> Finding:
         return judge_row_rule(tried)
     from loraplex_platform.doctor.fleet import replica_records
 
-    records = await replica_records(look)
+    records = await replica_records(look) or []
     broken = [record.replica_id for record in records if not record.row_rule_holds]
     if broken:
         return warn(

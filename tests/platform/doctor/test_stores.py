@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 from loraplex_engine.protocol import ReplicaRecord
@@ -19,6 +20,7 @@ from loraplex_platform.local.credentials import load_or_make
 from loraplex_platform.tenancy.keys import mint
 
 from tests.platform.doctor.conftest import Ask
+from tests.support.postgres import serving_url
 from tests.support.processes import until
 from tests.support.tiny_fleet import write_model
 
@@ -110,7 +112,9 @@ def test_an_old_redis() -> None:
 # ------------------------------------------------------------------------------------ engines
 
 
-async def test_engines_say_in_redis_that_they_are_ready(ask: Ask, redis_url: str) -> None:
+async def test_engines_say_in_redis_that_they_are_ready(
+    ask: Ask, redis_url: str, db_url: str
+) -> None:
     record: dict[str, Any] = {
         "replica_id": "engine-1",
         "incarnation": "1",
@@ -144,7 +148,14 @@ async def test_engines_say_in_redis_that_they_are_ready(ask: Ask, redis_url: str
     finally:
         await asyncio.to_thread(registry.stop)
         client.close()
+    with psycopg.connect(db_url, autocommit=True) as connection:
+        connection.execute("insert into replicas (replica_id, record) values ('engine-1', '{}')")
+    database = {"LORAPLEX_DATABASE_URL": serving_url(db_url)}
+    gone = await ask("fleet.engines", LORAPLEX_REDIS_URL=redis_url, **database)
+    redis_away = await ask("fleet.engines", LORAPLEX_REDIS_URL="redis://127.0.0.1:1/0", **database)
 
+    # It took its record down, though the worker has seen it just now.
+    assert (gone.status, redis_away.status) == ("fail", "warn")
     assert (ready.status, ready.found) == ("ok", "ready: engine-1")
     assert (starting.status, starting.found) == ("warn", "engine-1 is starting")
 
