@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex_platform.doctor import books, database, fleet, machine, secrets, stores
+from loraplex_platform.doctor import books, credentials, database, fleet, machine, stores
 from loraplex_platform.doctor.findings import Answer, Check, Status, answer, worst
 from loraplex_platform.doctor.look import Look
 
 
 def all_checks() -> list[Check]:
     """In the order in which they are told: what others hang on comes first."""
-    modules = (machine, stores, secrets, database, fleet, books)
+    modules = (machine, stores, credentials, database, fleet, books)
     return [check for module in modules for check in module.catalogue.checks]
 
 
