@@ -29,8 +29,8 @@ class FolderSource:
     """See the module's header.
 
     Args:
-        source: file:///root/parts.
-        root: file:///root/, which may itself be behind links: it is the operator's word.
+        source: file:///allowed/parts.
+        root: file:///allowed/, which may itself be behind links: it is the operator's word.
     """
 
     def __init__(self, source: str, root: str) -> None:
