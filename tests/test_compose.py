@@ -1,4 +1,7 @@
-"""compose.yaml: no default secrets, little published, and every command is one that exists."""
+"""compose.yaml: no default secrets, little published, and every command is one that exists.
+
+That the whole of it serves is `test_compose_serves.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jsonschema
 import pytest
 import typer.main
 import yaml
-from loraplex_engine.server_cli import read_options
+from loraplex_engine.errors import ConfigError
+from loraplex_engine.server_cli import read_options, with_secret_files
 from loraplex_platform.cli import app
 from loraplex_platform.control import main as control_main
+from loraplex_platform.deployment_secrets import SecretsFolderError, make_secret_files
 from loraplex_platform.gateway import main as gateway_main
 from loraplex_platform.gateway.books import SETTLE_WAIT_S
 from loraplex_platform.gateway.pump import ABORT_ANSWER_S
@@ -23,16 +29,21 @@ from loraplex_platform.local import services
 from loraplex_platform.settings import (
     ConsoleSettings,
     ControlSettings,
+    DatabaseSettings,
     GatewaySettings,
     MigrationSettings,
     WorkerSettings,
+    read_variable,
 )
-from loraplex_platform.tenancy.keys import mint
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
+from tests.support.compose import VARIABLE, MissingVariableError, filled_in, schema, secrets_of
+
 ROOT = Path(__file__).resolve().parents[1]
-VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z_]+)(:[-?])?([^}]*)\}")
-OURS = ("migrate", "engine", "gateway", "control", "worker", "console", "model")
+OURS = ("migrate", "engine", "engine-gpu", "gateway", "control", "worker", "console", "model")
+THEIRS = ("postgres", "redis", "prometheus", "grafana")
+ENGINES = ("engine", "engine-gpu")
 SETTINGS: dict[str, type[BaseSettings]] = {
     "migrate": MigrationSettings,
     "gateway": GatewaySettings,
@@ -40,38 +51,74 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "worker": WorkerSettings,
     "console": ConsoleSettings,
 }
+ENV = {"LORAPLEX_ADMIN_EMAIL": "ada@example.com"}
 
 
 @pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    return loaded
+def secrets_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `loraplex secrets make` makes it."""
+    folder = tmp_path_factory.mktemp("compose") / "secrets"
+    make_secret_files(folder)
+    return folder
 
 
-def filled_in(compose: dict[str, Any], service: str) -> dict[str, str]:
-    """The service's environment once .env is filled in with secrets of one's own."""
-
-    def value(match: re.Match[str]) -> str:
-        name, kind, default = match.groups()
-        if kind == ":-":
-            return default
-        if name == "LORAPLEX_ADMIN_EMAIL":
-            return "ada@example.com"
-        return mint("ak").secret if name == "LORAPLEX_ADMIN_KEY" else f"{name}-0123456789abcdefghij"
-
-    environment = compose["services"][service].get("environment") or {}
-    return {name: VARIABLE.sub(value, str(text)) for name, text in environment.items()}
+@pytest.fixture(scope="module")
+def compose(secrets_folder: Path) -> dict[str, Any]:
+    """compose.yaml with a filled-in .env."""
+    return filled_in(ENV | {"LORAPLEX_SECRETS": str(secrets_folder)})
 
 
-def test_all_the_services_are_there(compose: dict[str, Any]) -> None:
-    always = {name for name, service in compose["services"].items() if "profiles" not in service}
+def told(
+    compose: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> dict[str, str]:
+    """Put the service's environment and secrets in place; the variables that it then knows."""
+    environment = {
+        name: str(value)
+        for name, value in compose["services"][service].get("environment", {}).items()
+    }
+    folder.mkdir(exist_ok=True)
+    files = {}
+    for file, secret in secrets_of(compose["services"][service]).items():
+        text = Path(compose["secrets"][secret]["file"]).read_text()
+        (folder / file).write_text(text)
+        files[file.upper()] = text.strip()
+    if "LORAPLEX_SECRETS_DIR" in environment:
+        environment["LORAPLEX_SECRETS_DIR"] = str(folder)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment | files
 
-    assert always == {"postgres", "redis", *OURS}
-    assert {
-        name
-        for name, service in compose["services"].items()
-        if service.get("profiles") == ["monitoring"]
-    } == {"prometheus", "grafana"}
+
+def test_it_is_what_the_compose_specification_allows(compose: dict[str, Any]) -> None:
+    validator = jsonschema.Draft201909Validator(schema())
+
+    assert [error.message for error in validator.iter_errors(compose)] == []
+    # The schema does find fault: with a service that is misspelt, and with a limit that is none.
+    wrong = json.loads(json.dumps(compose))
+    wrong["services"]["gateway"]["helthcheck"] = {}
+    wrong["services"]["redis"]["deploy"]["resources"]["limits"]["memory"] = 512
+    assert len(list(validator.iter_errors(wrong))) == 2
+
+
+def test_without_the_admins_address_nothing_starts() -> None:
+    with pytest.raises(
+        MissingVariableError, match=r"LORAPLEX_ADMIN_EMAIL: see deploy/compose\.env"
+    ):
+        filled_in({})
+
+
+def test_all_the_services_are_there_and_profiles_choose(compose: dict[str, Any]) -> None:
+    profiles = {
+        name: tuple(service.get("profiles", ())) for name, service in compose["services"].items()
+    }
+
+    assert set(profiles) == {*OURS, *THEIRS}
+    assert {name: found for name, found in profiles.items() if found} == {
+        "engine": ("cpu",),
+        "engine-gpu": ("gpu",),
+        "prometheus": ("monitoring",),
+        "grafana": ("monitoring",),
+    }
 
 
 def test_only_gateway_and_console_are_published_and_on_loopback(compose: dict[str, Any]) -> None:
@@ -83,29 +130,70 @@ def test_only_gateway_and_console_are_published_and_on_loopback(compose: dict[st
 
     assert set(published) == {"gateway", "console"}
     for ports in published.values():
-        assert [VARIABLE.sub(lambda match: match[3], port).split(":")[0] for port in ports] == [
-            "127.0.0.1"
-        ]
+        assert [port.split(":")[0] for port in ports] == ["127.0.0.1"]
+    for name, service in compose["services"].items():
+        if name not in {"gateway", "console", "model"}:
+            assert service["networks"] == ["internal"], name
+    assert compose["networks"]["internal"]["internal"] is True
 
 
-def test_every_secret_is_required_and_listed_in_the_example(compose: dict[str, Any]) -> None:
+def test_every_secret_is_a_file_that_is_made_and_none_is_in_an_environment(
+    compose: dict[str, Any], secrets_folder: Path
+) -> None:
     text = (ROOT / "compose.yaml").read_text()
-    variables = {match[1]: match[2] for match in VARIABLE.finditer(text)}
-    secret_names = {name for name in variables if re.search("PASSWORD|PEPPER|KEY", name)}
-    example = dict(
-        line.split("=", 1)
-        for line in (ROOT / "deploy" / "compose.env.example").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
+    example = (ROOT / "deploy" / "compose.env.example").read_text()
+    values = {path.name: path.read_text().strip() for path in secrets_folder.iterdir()}
 
-    assert len(secret_names) == 10
-    assert {variables[name] for name in secret_names} == {":?"}
-    assert example == dict.fromkeys({*secret_names, "LORAPLEX_ADMIN_EMAIL"}, "")
-    # No value stands in the file itself.
-    for service in compose["services"].values():
-        for name, value in (service.get("environment") or {}).items():
-            if re.search("PASSWORD|PEPPER|_KEY$|AUTH$", name):
-                assert VARIABLE.fullmatch(str(value)), name
+    assert set(compose["secrets"]) == set(values)
+    for name, secret in compose["secrets"].items():
+        assert Path(secret["file"]).name == name
+        assert len(values[name]) >= 32
+    used = {
+        source
+        for service in compose["services"].values()
+        for source in secrets_of(service).values()
+    }
+    assert used == set(values)
+    environments = json.dumps([s.get("environment") for s in compose["services"].values()])
+    commands = json.dumps([s.get("command") for s in compose["services"].values()])
+    for value in values.values():
+        assert value not in environments + commands
+    assert not re.search(r"(PASSWORD|KEY|PEPPER): ", text)
+    # What is filled in by hand is one line, and no secret.
+    asked = [line for line in example.splitlines() if re.fullmatch(r"[A-Z_]+=", line)]
+    assert asked == ["LORAPLEX_ADMIN_EMAIL="]
+
+
+def test_every_variable_is_in_the_example(compose: dict[str, Any]) -> None:
+    named = {match[1] for match in VARIABLE.finditer((ROOT / "compose.yaml").read_text())}
+    example = (ROOT / "deploy" / "compose.env.example").read_text()
+    missing = {name for name in named if f"{name}=" not in example}
+
+    assert compose
+    # Sizes of what rarely needs another one are read where they are used.
+    assert {name for name in missing if not re.search("_(CPUS|MEMORY|KEEP)$", name)} == set()
+
+
+def test_secret_files_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    first = make_secret_files(folder)
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    (folder / "loraplex_salt_key").unlink()
+    second = make_secret_files(folder)
+    after = {path.name: path.read_text() for path in folder.iterdir()}
+
+    assert len(first.made) == len(before) == 13
+    assert second.made == ("loraplex_salt_key",)
+    assert {n for n in before if before[n] != after[n]} == {"loraplex_salt_key"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o444}
+    assert len(set(after.values())) == 13
+    (folder / "loraplex_redis_password").unlink()
+    with pytest.raises(SecretsFolderError, match="loraplex_redis_url does not hold the password"):
+        make_secret_files(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SecretsFolderError, match="give a folder that you own"):
+        make_secret_files(tmp_path / "file")
 
 
 @pytest.mark.parametrize("service", OURS)
@@ -120,70 +208,114 @@ def test_every_command_is_one_of_ours(compose: dict[str, Any], service: str) -> 
         name, found, rest = found.resolve_command(inner, inner._protected_args + inner.args)
         context = inner
 
-    assert name == ("pull" if service == "model" else service)
+    assert name == {"model": "pull", "engine-gpu": "engine"}.get(service, service)
     found.make_context(name, rest, parent=context)
 
 
 @pytest.mark.parametrize("service", sorted(SETTINGS))
 def test_a_filled_in_environment_is_what_the_process_needs(
-    compose: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch
+    compose: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    environment = filled_in(compose, service)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    given = told(compose, service, monkeypatch, tmp_path / "run")
 
     settings = SETTINGS[service]()
 
     known = {f"LORAPLEX_{name.upper()}" for name in type(settings).model_fields}
-    # A misspelt variable would be ignored in silence.
-    assert set(environment) <= known
+    # A misspelt variable, or a file of another name, would be ignored in silence.
+    assert set(given) <= known
+    for name, value in given.items():
+        found = getattr(settings, name.removeprefix("LORAPLEX_").lower())
+        shown = found.get_secret_value() if hasattr(found, "get_secret_value") else found
+        assert shown == value or str(shown) == value or shown == int(value), name
 
 
-def test_a_tool_format_in_the_env_file_reaches_the_gateway(
-    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_what_is_set_wins_over_a_file_and_a_file_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    text = compose["services"]["gateway"]["environment"]["LORAPLEX_TOOL_FORMAT"]
-    found = VARIABLE.fullmatch(text)
-    assert found is not None
-    name, kind, default = found.groups()
-    for key, value in filled_in(compose, "gateway").items():
-        monkeypatch.setenv(key, value)
+    (tmp_path / "loraplex_database_url").write_text("postgresql://file\n")
+    monkeypatch.setenv("LORAPLEX_SECRETS_DIR", str(tmp_path))
 
-    assert (name, kind) == ("LORAPLEX_TOOL_FORMAT", ":-")
-    assert GatewaySettings().tool_format == default == "auto"
+    from_file = DatabaseSettings()
+    monkeypatch.setenv("LORAPLEX_DATABASE_URL", "postgresql://set")
+    from_environment = DatabaseSettings()
+    assert read_variable("LORAPLEX_DATABASE_URL") == "postgresql://set"
+    monkeypatch.delenv("LORAPLEX_DATABASE_URL")
+    (tmp_path / "loraplex_database_url").unlink()
+
+    assert from_file.database_url.get_secret_value() == "postgresql://file"
+    assert from_environment.database_url.get_secret_value() == "postgresql://set"
+    with pytest.raises(ValidationError, match="database_url"):
+        DatabaseSettings()
+    assert read_variable("LORAPLEX_DATABASE_URL") is None
 
 
-@pytest.mark.parametrize("service", ["gateway", "control", "worker"])
+def test_a_tool_format_in_the_env_file_reaches_the_gateway() -> None:
+    def environment(**variables: str) -> Any:
+        return filled_in(ENV | variables)["services"]["gateway"]["environment"]
+
+    assert environment()["LORAPLEX_TOOL_FORMAT"] == "auto"
+    assert environment(LORAPLEX_TOOL_FORMAT="llama")["LORAPLEX_TOOL_FORMAT"] == "llama"
+
+
+@pytest.mark.parametrize("service", ["gateway", "control", "worker", "engine", "engine-gpu"])
 def test_no_serving_process_has_the_owners_login(compose: dict[str, Any], service: str) -> None:
-    migrate, serving = filled_in(compose, "migrate"), filled_in(compose, service)
-    owner, login = (urlsplit(env["LORAPLEX_DATABASE_URL"]) for env in (migrate, serving))
+    def url_of(name: str) -> str:
+        secret = secrets_of(compose["services"][name])["loraplex_database_url"]
+        return Path(compose["secrets"][secret]["file"]).read_text()
 
-    assert (login.username, login.password) == (
-        migrate["LORAPLEX_SERVE_ROLE"],
-        migrate["LORAPLEX_SERVE_PASSWORD"],
-    )
-    assert login.username != owner.username
-    assert owner.password not in serving.values()
+    owner = urlsplit(url_of("migrate"))
+    mounted = {
+        Path(compose["secrets"][secret]["file"]).read_text().strip()
+        for secret in secrets_of(compose["services"][service]).values()
+    }
+
+    assert not any((owner.password or "?") in text for text in mounted)
+    if service not in ENGINES:
+        login = urlsplit(url_of(service))
+        migrate = compose["services"]["migrate"]["environment"]
+        assert login.username == migrate["LORAPLEX_SERVE_ROLE"] != owner.username
+        assert login.password in {
+            Path(compose["secrets"]["loraplex_serve_password"]["file"]).read_text().strip()
+        }
+    else:
+        assert "loraplex_database_url" not in secrets_of(compose["services"][service])
 
 
+@pytest.mark.parametrize("name", ENGINES)
 def test_the_engine_gets_what_it_needs_and_listens_on_the_shared_socket(
-    compose: dict[str, Any],
+    compose: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    service = compose["services"]["engine"]
+    service = compose["services"][name]
+    told(compose, name, monkeypatch, tmp_path / "run")
 
     _, config, options = read_options(
-        [str(part) for part in service["command"][1:]], filled_in(compose, "engine")
+        [str(part) for part in service["command"][1:]], with_secret_files(os.environ)
     )
 
     folder = options.address.removeprefix("ipc://").rsplit("/", 1)[0]
-    for name in ("engine", "gateway", "control", "worker"):
-        assert f"run:{folder}" in compose["services"][name]["volumes"]
-    assert options.redis_url is not None
-    assert str(config.model_dir) == filled_in(compose, "gateway")["LORAPLEX_MODEL_DIR"]
-    assert config.store_url == filled_in(compose, "control")["LORAPLEX_STORE_URL"]
+    for other in (name, "gateway", "control", "worker"):
+        assert f"run:{folder}" in compose["services"][other]["volumes"]
+    assert (
+        options.redis_url
+        == Path(compose["secrets"]["loraplex_redis_url"]["file"]).read_text().strip()
+    )
+    gateway = compose["services"]["gateway"]["environment"]
+    assert str(config.model_dir) == gateway["LORAPLEX_MODEL_DIR"]
+    control = compose["services"]["control"]["environment"]
+    assert config.store_url == control["LORAPLEX_STORE_URL"]
+    assert config.device == ("cuda" if name == "engine-gpu" else "cpu")
+    if name == "engine-gpu":
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        assert config.batch_invariant
 
 
-@pytest.mark.parametrize("service", ["postgres", "redis", *OURS])
+def test_an_engine_says_when_its_folder_of_secrets_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"LORAPLEX_SECRETS_DIR is .*no such folder"):
+        with_secret_files({"LORAPLEX_SECRETS_DIR": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize("service", [*OURS, *THEIRS])
 def test_nothing_of_ours_gains_privileges(compose: dict[str, Any], service: str) -> None:
     found = compose["services"][service]
 
@@ -200,10 +332,15 @@ def test_redis_is_not_root_and_its_password_is_on_no_command_line(
     # The same script, with a server that only shows what it was given.
     (tmp_path / "redis-server").write_text('#!/bin/sh\necho "$0 $*"; cat "$1"; stat -c %a "$1"\n')
     (tmp_path / "redis-server").chmod(0o755)
+    (tmp_path / "loraplex_redis_password").write_text("a-secret\n")
 
     told = subprocess.run(
-        [shell, flags, script.replace("$$", "$").replace(folder, str(tmp_path))],
-        env={"PATH": f"{tmp_path}:{os.defpath}", "REDISCLI_AUTH": "a-secret"},
+        [
+            shell,
+            flags,
+            script.replace(folder, str(tmp_path)).replace("/run/secrets", str(tmp_path)),
+        ],
+        env={"PATH": f"{tmp_path}:{os.defpath}", **service["environment"]},
         capture_output=True,
         text=True,
         check=True,
@@ -212,17 +349,36 @@ def test_redis_is_not_root_and_its_password_is_on_no_command_line(
     assert service["user"] == "redis"
     command, *lines = told.stdout.splitlines()
     assert "a-secret" not in command
-    assert lines == ["requirepass a-secret", 'save ""', "appendonly no", "600"]
+    assert lines == [
+        "requirepass a-secret",
+        'save ""',
+        "appendonly no",
+        "maxmemory 384mb",
+        "maxmemory-policy noeviction",
+        "600",
+    ]
 
 
 def test_each_process_has_only_its_own_secrets(compose: dict[str, Any]) -> None:
     def holders(name: str) -> set[str]:
-        return {s for s in compose["services"] if name in filled_in(compose, s)}
+        return {
+            service
+            for service, found in compose["services"].items()
+            if name in secrets_of(found).values()
+        }
 
-    assert holders("LORAPLEX_SALT_KEY") == {"gateway"}
-    assert holders("LORAPLEX_SESSION_KEY") == holders("LORAPLEX_ADMIN_KEY") == {"control"}
-    assert holders("LORAPLEX_KEY_PEPPER") == {"gateway", "control"}
-    assert holders("LORAPLEX_WEBHOOK_KEY") == {"control", "worker"}
+    assert holders("loraplex_salt_key") == {"gateway"}
+    assert holders("loraplex_session_key") == holders("loraplex_admin_key") == {"control"}
+    assert holders("loraplex_admin_password") == {"control"}
+    assert holders("loraplex_key_pepper") == {"gateway", "control"}
+    assert holders("loraplex_webhook_key") == {"control", "worker"}
+    assert (
+        holders("loraplex_owner_database_url") == holders("loraplex_serve_password") == {"migrate"}
+    )
+    assert holders("loraplex_postgres_password") == {"postgres"}
+    assert holders("loraplex_redis_password") == {"redis"}
+    assert holders("loraplex_grafana_password") == {"grafana"}
+    assert secrets_of(compose["services"]["console"]) == {}
 
 
 def test_stopping_waits_as_long_as_draining_takes(compose: dict[str, Any]) -> None:
@@ -237,14 +393,26 @@ def test_stopping_waits_as_long_as_draining_takes(compose: dict[str, Any]) -> No
     assert after_grace_s < services.DRAIN_END_S
 
 
-def test_every_long_running_service_has_a_health_check(compose: dict[str, Any]) -> None:
-    without = {
-        name
-        for name, service in compose["services"].items()
-        if "healthcheck" not in service and "profiles" not in service
-    }
+def test_every_service_has_a_health_check_limits_and_a_restart_policy(
+    compose: dict[str, Any],
+) -> None:
+    for name, service in compose["services"].items():
+        is_task = name in {"model", "migrate"}
+        assert service["restart"] == ("no" if is_task else "unless-stopped"), name
+        assert ("healthcheck" in service) is not is_task, name
+        limits = service["deploy"]["resources"]["limits"]
+        assert float(limits["cpus"]) > 0, name
+        assert re.fullmatch(r"\d+[mg]", limits["memory"]), name
+        assert service["pids_limit"] >= 64, name
+        # A log fills no disk.
+        assert service["logging"]["options"]["max-size"], name
 
-    assert without == {"model", "migrate"}
+
+def test_redis_has_room_for_what_it_may_use(compose: dict[str, Any]) -> None:
+    limit = compose["services"]["redis"]["deploy"]["resources"]["limits"]["memory"]
+    most = compose["services"]["redis"]["environment"]["MAXMEMORY"]
+
+    assert int(most.removesuffix("mb")) <= 0.8 * int(limit.removesuffix("m"))
 
 
 def test_every_volume_and_anchor_that_is_used_is_declared(compose: dict[str, Any]) -> None:
@@ -265,25 +433,44 @@ def test_every_volume_and_anchor_that_is_used_is_declared(compose: dict[str, Any
     assert all(path.exists() for path in mounted)
 
 
-def test_dashboards_and_alerts_name_metrics_that_exist() -> None:
-    sources = [
-        path.read_text() for root in ("engine", "platform") for path in (ROOT / root).rglob("*.py")
+def test_grafana_finds_its_source_and_our_dashboard(compose: dict[str, Any]) -> None:
+    mounts = dict(
+        volume.split(":")[:2]
+        for volume in compose["services"]["grafana"]["volumes"]
+        if volume.startswith(".")
+    )
+    provisioning = ROOT / "deploy/grafana/provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
+        "datasources"
     ]
-    defined = set(re.findall(r'"loraplex:([a-z0-9_]+)"', "".join(sources)))
-    # The engine's state metrics are named where they are read.
-    told = r'self\._(?:gauge|counter|histogram)\(\s*"([a-z0-9_]+)"'
-    defined |= set(re.findall(told, "".join(sources)))
-    dashboard = (ROOT / "deploy/grafana/dashboards/loraplex.json").read_text()
-    rules = (ROOT / "deploy/prometheus-rules.yml").read_text()
-    json.loads(dashboard)
-    yaml.safe_load(rules)
+    (provider,) = yaml.safe_load((provisioning / "dashboards/loraplex.yaml").read_text())[
+        "providers"
+    ]
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/loraplex.json").read_text())
 
-    named = set(re.findall(r"loraplex:([a-z0-9_]+)", dashboard + rules))
+    assert mounts["./deploy/grafana/dashboards"] == provider["options"]["path"]
+    assert urlsplit(source["url"]).hostname in compose["services"]
+    panels = dashboard["panels"]
+    sources = {panel["datasource"]["uid"] for panel in panels if "datasource" in panel}
+    assert sources <= {source["uid"], "${datasource}"}
+    assert len({panel["id"] for panel in panels}) == len(panels)
 
-    assert len(named) > 10
-    unknown = {
-        name
-        for name in named
-        if not {name, re.sub(r"_(total|bucket|count|sum)$", "", name)} & defined
+
+def test_prometheus_scrapes_services_that_there_are(compose: dict[str, Any]) -> None:
+    config = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    targets = []
+    for job in config["scrape_configs"]:
+        for static in job.get("static_configs", ()):
+            targets += [target.split(":") for target in static["targets"]]
+        for dns in job.get("dns_sd_configs", ()):
+            targets += [[name, str(dns["port"])] for name in dns["names"]]
+
+    ports = {
+        "engine": "9100",
+        "engine-gpu": "9100",
+        "gateway": compose["services"]["gateway"]["environment"]["LORAPLEX_GATEWAY_PORT"],
+        "worker": compose["services"]["worker"]["environment"]["LORAPLEX_WORKER_PORT"],
     }
-    assert unknown == set()
+    assert dict(targets) == ports
+    engine = compose["services"]["engine"]["environment"]
+    assert engine["LORAPLEX_ENGINE_METRICS_PORT"] == ports["engine"]

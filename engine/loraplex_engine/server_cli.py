@@ -1,6 +1,7 @@
 """The flags of `python -m loraplex_engine.server`, each also an environment variable.
 
-A flag `--max-loras` is read from LORAPLEX_ENGINE_MAX_LORAS when it is not given.
+A flag `--max-loras` is read from LORAPLEX_ENGINE_MAX_LORAS when it is not given, and that, where it is not set, from
+the file `loraplex_engine_max_loras` of LORAPLEX_SECRETS_DIR: for a Redis's URL, whose password no environment holds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +32,7 @@ from loraplex_engine.config import (
     PolicyName,
     Quantization,
 )
-from loraplex_engine.errors import EngineError
+from loraplex_engine.errors import ConfigError, EngineError
 from loraplex_engine.gateway_port import GATEWAY_QUEUE_BYTES
 from loraplex_engine.numerics_environment import prepare_numerics
 from loraplex_engine.server import EXIT_USAGE, EngineServer, ServerOptions
@@ -50,6 +51,24 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, ""):
             return action.help
         return super()._get_help_string(action)
+
+
+def with_secret_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, and what lies in LORAPLEX_SECRETS_DIR for variables that it does not set.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found = dict(environ)
+    folder = environ.get("LORAPLEX_SECRETS_DIR")
+    if not folder:
+        return found
+    if not Path(folder).is_dir():
+        raise ConfigError(f"LORAPLEX_SECRETS_DIR is {folder}, and there is no such folder")
+    for path in Path(folder).glob(f"{ENV_PREFIX.lower()}*"):
+        if path.is_file():
+            found.setdefault(path.name.upper(), path.read_text().strip())
+    return found
 
 
 def make_parser(environ: dict[str, str]) -> argparse.ArgumentParser:
@@ -547,11 +566,10 @@ def set_up_logging(level: str, log_format: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one replica; returns the exit code."""
-    environ = dict(os.environ)
     prepare_numerics()
     try:
         values, config, options = read_options(
-            sys.argv[1:] if arguments is None else arguments, environ
+            sys.argv[1:] if arguments is None else arguments, with_secret_files(os.environ)
         )
         set_up_logging(values.log_level, values.log_format)
 

@@ -1,20 +1,46 @@
 """Settings of every platform process, from LORAPLEX_* environment variables.
 
-Built once in each `main` and passed down. A missing or weak secret stops the start: local mode
+A variable that is not set is looked for in LORAPLEX_SECRETS_DIR, as a file of its name in small letters: what a
+process's environment does not hold, nobody reads there. Built once in each `main` and passed down. A missing or weak secret stops the start: local mode
 (`loraplex up`) generates them into its data directory and passes them to its children.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SecretsSettingsSource,
+    SettingsConfigDict,
+)
 
 MIN_SECRET_CHARS = 32
+SECRETS_DIR = "LORAPLEX_SECRETS_DIR"
+
+
+def read_secret_files() -> dict[str, str]:
+    """LORAPLEX_* variables that lie in LORAPLEX_SECRETS_DIR, one a file, but those that are set."""
+    folder = os.environ.get(SECRETS_DIR)
+    if not folder or not Path(folder).is_dir():
+        return {}
+    found = {}
+    for path in sorted(Path(folder).glob("loraplex_*")):
+        name = path.name.upper()
+        if path.is_file() and name not in os.environ:
+            found[name] = path.read_text().strip()
+    return found
+
+
+def read_variable(name: str) -> str | None:
+    """One of them, from the environment or from its file; None: neither, or empty."""
+    return os.environ.get(name) or read_secret_files().get(name) or None
 
 
 def _strong(value: SecretStr) -> SecretStr:
@@ -54,6 +80,23 @@ class _Settings(BaseSettings):
 
     log_level: str = "info"
     log_format: str = "json"
+    secrets_dir: Path | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then files."""
+        del dotenv_settings, file_secret_settings
+        folder = os.environ.get(SECRETS_DIR)
+        if not folder:
+            return init_settings, env_settings
+        return init_settings, env_settings, SecretsSettingsSource(settings_cls, folder)
 
 
 class DatabaseSettings(_Settings):

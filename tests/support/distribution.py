@@ -18,6 +18,7 @@ _FOLDERS = ("e2e", "chaos", "admin_ui")
 _FIRST = (
     "e2e",
     "chaos",
+    "test_compose_serves.py",
     "platform/gateway/test_tools_with_engine.py",
     "engine/test_parity_peft.py",
     "engine/test_speculative_runner.py",

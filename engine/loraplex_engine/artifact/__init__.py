@@ -40,6 +40,13 @@ from loraplex_engine.artifact.reader import (
     read_adapter,
 )
 from loraplex_engine.artifact.shape import Fit, ModelShape, check_fits
+from loraplex_engine.artifact.sizes import (
+    BaseMemory,
+    adapter_numbers,
+    base_memory,
+    kv_bytes_per_token,
+    parameters,
+)
 from loraplex_engine.artifact.store import AdapterStore, open_remote, telling_unavailable
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
 from loraplex_engine.model_identity import (
@@ -64,6 +71,7 @@ __all__ = [
     "AdapterOverhead",
     "AdapterStore",
     "ArtifactError",
+    "BaseMemory",
     "Check",
     "Fit",
     "LoraPair",
@@ -74,13 +82,17 @@ __all__ = [
     "Norms",
     "StoreUnavailableError",
     "TensorView",
+    "adapter_numbers",
+    "base_memory",
     "check_file_name",
     "check_fits",
     "estimate_memory",
     "estimate_overhead",
     "identify_model",
     "identity_files",
+    "kv_bytes_per_token",
     "open_remote",
+    "parameters",
     "parse_adapter_config",
     "read_adapter",
     "read_tensors",

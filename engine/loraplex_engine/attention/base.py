@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from loraplex_engine.artifact.sizes import kv_bytes_per_token
 from loraplex_engine.step import Int32Array
 
 
@@ -51,11 +52,11 @@ class AttentionShape:
             kv_dtype: what they are kept in. int8 and float8 have a scale in fp32 for each head, of keys and of
                 values; None: the model's dtype.
         """
-        kept_in = kv_dtype or self.dtype
-        per_head = self.head_dim * kept_in.itemsize
-        if kept_in.itemsize == 1:
-            per_head += torch.float32.itemsize
-        return 2 * self.num_kv_heads * per_head
+        return kv_bytes_per_token(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            number_bytes=(kv_dtype or self.dtype).itemsize,
+        )
 
 
 @dataclass(frozen=True, slots=True)

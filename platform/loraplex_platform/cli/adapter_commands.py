@@ -217,6 +217,7 @@ def list_imports(
 @app.command("list")
 def list_adapters(
     tenant: TenantOption,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -233,6 +234,9 @@ def list_adapters(
         tenant_id = admin.tenant(tenant)["id"]
         adapters = admin.adapters(tenant_id)
         deployments = admin.deployments(tenant_id)
+    if as_json:
+        print_json({"adapters": adapters, "deployments": deployments})
+        return
     console = Console(highlight=False)
     if not adapters:
         console.print(f"{tenant} has no adapters yet: loraplex adapters upload FOLDER -t {tenant}")

@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import EXIT_FAILED, CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.output import JsonOption, print_json
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="The audit log.")
 
@@ -72,6 +73,7 @@ def verify(
     against: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="What `heads` once printed.")
     ] = None,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -93,6 +95,9 @@ def verify(
             fault = _compare(admin, head)
             if fault is not None:
                 faults.append(fault)
+    if as_json:
+        print_json({"ok": not faults, "faults": faults, "heads_compared": len(kept)})
+        raise typer.Exit(EXIT_FAILED if faults else 0)
     for fault in faults:
         typer.echo(f"{typer.style('BROKEN', fg='red')}: {fault}", err=True)
     if faults:

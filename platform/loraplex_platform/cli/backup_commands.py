@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -101,9 +100,10 @@ def restore(
         /backups/2026-11-30 --store-url s3://bucket/adapters
     """
     from loraplex_platform.backup.restore import restore_backup
+    from loraplex_platform.settings import read_variable
 
     with ExitStack() as stack:
-        if os.environ.get("LORAPLEX_DATABASE_URL"):
+        if read_variable("LORAPLEX_DATABASE_URL"):
             url = find_database(data_dir).database_url.get_secret_value()
             if store_url is None:
                 raise CommandError("--store-url: say where the adapters go, as file:/// or s3://")
@@ -160,9 +160,10 @@ def _known_secrets(data_dir: Path) -> dict[str, str]:
     """Those of the environment, else of the local fleet."""
     from loraplex_platform.backup.manifest import NEEDED_SECRETS
     from loraplex_platform.local.data_dir import read_json
+    from loraplex_platform.settings import read_variable
 
     stored = read_json(data_dir.expanduser() / "secrets.json") or {}
-    found = {name: os.environ.get(f"LORAPLEX_{name.upper()}") for name in NEEDED_SECRETS}
+    found = {name: read_variable(f"LORAPLEX_{name.upper()}") for name in NEEDED_SECRETS}
     return {
         name: str(value)
         for name, value in ((name, found[name] or stored.get(name)) for name in found)

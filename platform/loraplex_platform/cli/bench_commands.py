@@ -30,13 +30,23 @@ app = typer.Typer(
 
 @app.command(add_help_option=False, context_settings=_OTHERS_FLAGS)
 def run(ctx: typer.Context) -> None:
-    """Measure throughput beside other servers (from a clone of the repository)."""
+    """Measure throughput beside other servers (from a clone of the repository).
+
+    Example:
+
+      loraplex bench run --workload mixed --rounds 1
+    """
     process_commands.exec_bench(ctx.args)
 
 
 @app.command(add_help_option=False, context_settings=_OTHERS_FLAGS)
 def profile(ctx: typer.Context) -> None:
-    """Show where a step's time goes, and how near each part is to what this machine can do."""
+    """Show where a step's time goes, and how near each part is to what this machine can do.
+
+    Example:
+
+      loraplex bench profile
+    """
     from loraplex_platform.profiling.command import run as run_profile
 
     raise typer.Exit(run_profile(ctx.args))

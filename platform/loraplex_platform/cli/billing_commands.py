@@ -294,6 +294,7 @@ def quote(
         str | None, typer.Option(help="Adapter version, ver_...", show_default="the base")
     ] = None,
     deployment: Annotated[str | None, typer.Option(help="Deployment, dep_...")] = None,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -312,7 +313,10 @@ def quote(
     }
     with open_admin(data_dir, control_url) as admin:
         found = admin.price_book_action(_book_id(admin, book), "quote", body)
-    typer.echo(f"{found['currency']} {found['cost_usd']}")
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found['currency']} {found['cost_usd']}")
 
 
 # ---------------------------------------------------------------------------- credits

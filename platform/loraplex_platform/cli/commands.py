@@ -15,16 +15,19 @@ from loraplex_platform.cli import (
     bench_commands,
     billing_commands,
     deployment_commands,
+    doctor_commands,
     eval_commands,
     fleet_commands,
     key_commands,
     limit_commands,
     member_commands,
     outbox_commands,
+    plan_commands,
     process_commands,
     reconcile_commands,
     retention_commands,
     rollout_commands,
+    secret_commands,
     tenant_commands,
     user_commands,
     webhook_commands,
@@ -65,11 +68,14 @@ app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
+app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
+app.command(rich_help_panel=_OPERATION)(plan_commands.plan)
 app.command(rich_help_panel=_OPERATION)(outbox_commands.outbox)
 app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
 app.command(rich_help_panel=_OPERATION)(backup_commands.backup)
 app.command(rich_help_panel=_OPERATION)(backup_commands.restore)
+app.add_typer(secret_commands.app, name="secrets", rich_help_panel=_OPERATION)
 app.add_typer(fleet_commands.builds, name="engine-builds", rich_help_panel=_OPERATION)
 app.add_typer(fleet_commands.residency, name="residency", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(fleet_commands.drift)

@@ -136,7 +136,12 @@ def export_suite(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Write a suite's version as JSONL to standard output; importing it makes the same version."""
+    """Write a suite's version as JSONL to standard output; importing it makes the same version.
+
+    Example:
+
+      loraplex eval export support -t acme > support.jsonl
+    """
     import json
 
     with open_admin(data_dir, control_url) as admin:
@@ -149,14 +154,21 @@ def export_suite(
 
 @app.command("list")
 def list_things(
-    what: Annotated[Literal["suites", "runs", "schedules"], typer.Argument()] = "suites",
+    what: Annotated[
+        Literal["suites", "runs", "schedules"], typer.Argument(help="Of what.")
+    ] = "suites",
     tenant: OwnerOption = None,
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show suites, or a tenant's runs or schedules, newest first."""
+    """Show suites, or a tenant's runs or schedules, newest first.
+
+    Example:
+
+      loraplex eval list --json
+    """
     from itertools import islice
 
     with open_admin(data_dir, control_url) as admin:
@@ -224,7 +236,12 @@ def show(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show a run and what became of each of its cases."""
+    """Show a run and what became of each of its cases.
+
+    Example:
+
+      loraplex eval show evr_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme --failed
+    """
     with open_admin(data_dir, control_url) as admin:
         path = f"{_tenant_path(admin, tenant)}/eval-runs/{run}"
         found = admin.call("GET", path)
@@ -246,7 +263,12 @@ def cancel(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """End a run; its results so far are kept."""
+    """End a run; its results so far are kept.
+
+    Example:
+
+      loraplex eval cancel evr_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         admin.call("POST", f"{_tenant_path(admin, tenant)}/eval-runs/{run}/cancel")
     typer.echo(f"{run} ends")
@@ -261,7 +283,12 @@ def compare(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show what differs between two runs of one suite: flips with both answers, p, log-probability."""
+    """Show what differs between two runs of one suite: flips with both answers, p, log-probability.
+
+    Example:
+
+      loraplex eval compare evr_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f evr_0197c5d3b2c38d4e9f5a6b7c8d9e0f1a -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         path = f"{_tenant_path(admin, tenant)}/eval-runs/{first}/compare"
         found = admin.call("GET", path, None, **{"with": second})
@@ -326,6 +353,10 @@ def record(
     """Write a tenant's recent requests as a trace: when and how long, no text.
 
     `loraplex eval import NAME FILE --kind performance` makes a suite of it.
+
+    Example:
+
+      loraplex eval record trace.jsonl -t acme --minutes 30
     """
     import json
 
@@ -360,7 +391,9 @@ def create_schedule(
     baseline: BaselineOption = None,
     version: VersionOption = None,
     cron: Annotated[str | None, typer.Option(help='As "0 6 * * 1".')] = None,
-    every_hours: Annotated[int | None, typer.Option(min=1, max=8784)] = None,
+    every_hours: Annotated[
+        int | None, typer.Option(min=1, max=8784, help="Instead of --cron.")
+    ] = None,
     zone: Annotated[
         str | None, typer.Option(show_default="the tenant's", help="As Europe/Berlin.")
     ] = None,
@@ -371,7 +404,12 @@ def create_schedule(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Run a suite by itself; an alert tells when the result of an unchanged revision changes."""
+    """Run a suite by itself; an alert tells when the result of an unchanged revision changes.
+
+    Example:
+
+      loraplex eval schedule create nightly support -t acme -d support-bot --cron "0 6 * * *"
+    """
     with open_admin(data_dir, control_url) as admin:
         path = _tenant_path(admin, tenant)
         body = _aim(admin, path, suite, version, deployment, revision, baseline)
@@ -387,12 +425,17 @@ def create_schedule(
 @schedule.command()
 def switch(
     schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE", help="Its id, evd_...")],
-    state: Annotated[Literal["on", "off"], typer.Argument()],
+    state: Annotated[Literal["on", "off"], typer.Argument(help="on or off.")],
     tenant: TenantOption,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Switch a schedule on or off."""
+    """Switch a schedule on or off.
+
+    Example:
+
+      loraplex eval schedule switch evd_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f off -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         path = f"{_tenant_path(admin, tenant)}/eval-schedules/{schedule_id}"
         admin.call("PATCH", path, {"is_enabled": state == "on"})
@@ -406,7 +449,12 @@ def delete_schedule(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Delete a schedule; its runs stay."""
+    """Delete a schedule; its runs stay.
+
+    Example:
+
+      loraplex eval schedule delete evd_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         admin.call("DELETE", f"{_tenant_path(admin, tenant)}/eval-schedules/{schedule_id}")
     typer.echo(f"deleted {schedule_id}")

@@ -39,14 +39,13 @@ def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
     Raises:
         CommandError: neither is known.
     """
-    import os
-
     from loraplex_platform.admin_client import AdminClient
     from loraplex_platform.local.data_dir import DataDir, read_json
     from loraplex_platform.local.demo_file import read_state
+    from loraplex_platform.settings import read_variable
 
     folder = DataDir(data_dir.expanduser().resolve())
-    admin_key = os.environ.get("LORAPLEX_ADMIN_KEY")
+    admin_key = read_variable("LORAPLEX_ADMIN_KEY")
     if control_url is None:
         state = read_state(folder)
         if state is None:
@@ -73,12 +72,10 @@ def find_database(data_dir: Path, *, as_owner: bool = False) -> DatabaseSettings
     Raises:
         CommandError: neither is known.
     """
-    import os
-
     from loraplex_platform.local.data_dir import DataDir, read_json
-    from loraplex_platform.settings import DatabaseSettings, with_login
+    from loraplex_platform.settings import DatabaseSettings, read_variable, with_login
 
-    if os.environ.get("LORAPLEX_DATABASE_URL"):
+    if read_variable("LORAPLEX_DATABASE_URL"):
         return DatabaseSettings()  # type: ignore[call-arg] # filled from the environment
     folder = DataDir(data_dir.expanduser().resolve())
     embedded = read_json(folder.run / "postgres.json")

@@ -44,7 +44,12 @@ LogFormatOption = Annotated[
 
 
 def engine(ctx: typer.Context) -> None:
-    """Serve the base model and its adapters to gateways (`loraplex engine --help`: its flags)."""
+    """Serve the base model and its adapters to gateways (`loraplex engine --help`: its flags).
+
+    Example:
+
+      loraplex engine --model-dir /models/llama --base-model llama --address ipc:///run/engine.sock --journal-dir /var/lib/journal
+    """
     exec_module("loraplex_engine.server", ctx.args)
 
 
@@ -60,6 +65,10 @@ def gateway(
 
     Needs LORAPLEX_DATABASE_URL, LORAPLEX_REDIS_URL, LORAPLEX_MODEL_DIR,
     LORAPLEX_KEY_PEPPER and LORAPLEX_SALT_KEY.
+
+    Example:
+
+      loraplex gateway --port 8000
     """
     from loraplex_platform.gateway.main import run
     from loraplex_platform.logs import configure_logging
@@ -89,6 +98,10 @@ def control(
 
     Needs what the gateway needs, and LORAPLEX_SESSION_KEY,
     LORAPLEX_ADMIN_KEY and LORAPLEX_STORE_URL.
+
+    Example:
+
+      loraplex control --port 8001
     """
     from loraplex_platform.control.main import run
     from loraplex_platform.logs import configure_logging
@@ -111,6 +124,10 @@ def worker(
     """Settle what dead gateways left, pull the engines' journals, mirror the registry.
 
     Needs LORAPLEX_DATABASE_URL and LORAPLEX_REDIS_URL.
+
+    Example:
+
+      loraplex worker
     """
     from loraplex_platform.settings import WorkerSettings
     from loraplex_platform.worker.main import run
@@ -125,6 +142,10 @@ def console(host: HostOption = None, port: PortOption = None) -> None:
     """Serve the admin console (Streamlit).
 
     Needs LORAPLEX_CONTROL_URL.
+
+    Example:
+
+      loraplex console --port 8501
     """
     from loraplex_platform.settings import ConsoleSettings
 
@@ -153,6 +174,10 @@ def migrate() -> None:
     LORAPLEX_SERVE_ROLE it also makes the login of the serving processes, with
     LORAPLEX_SERVE_PASSWORD: their LORAPLEX_DATABASE_URL should name that one,
     so that none of them can change the books.
+
+    Example:
+
+      loraplex migrate
     """
     from loraplex_platform.db.migrate import ensure_serving_role, upgrade
     from loraplex_platform.settings import MigrationSettings

@@ -212,7 +212,12 @@ def list_rollouts(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show rollouts, newest first."""
+    """Show rollouts, newest first.
+
+    Example:
+
+      loraplex rollouts list -t acme
+    """
     from itertools import islice
 
     filters = {"deployment": deployment, "state": state}
@@ -249,7 +254,12 @@ def show(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show a rollout and both sides of its step: shares, errors, latencies, and each gate in words."""
+    """Show a rollout and both sides of its step: shares, errors, latencies, and each gate in words.
+
+    Example:
+
+      loraplex rollouts show rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         path = f"{_path(admin, tenant)}/{rollout}"
         found = admin.call("GET", path)
@@ -272,7 +282,12 @@ def events(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show what happened to a rollout, oldest first."""
+    """Show what happened to a rollout, oldest first.
+
+    Example:
+
+      loraplex rollouts events rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         found = list(admin.pages(f"{_path(admin, tenant)}/{rollout}/events"))
     if as_json:
@@ -297,6 +312,10 @@ def watch(
 
     Ctrl-C leaves it going on. Without a terminal each event is one line; with --json they are JSON lines, and the
     rollout itself is the last of them.
+
+    Example:
+
+      loraplex rollouts watch rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
     """
     import json
 
@@ -346,7 +365,12 @@ def start(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Start a draft: its canary is judged and loaded, then its first step begins."""
+    """Start a draft: its canary is judged and loaded, then its first step begins.
+
+    Example:
+
+      loraplex rollouts start rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("start", rollout, tenant, version, None, as_json, data_dir, control_url)
 
 
@@ -359,7 +383,12 @@ def pause(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Let it go no step further; failing gates still abort it."""
+    """Let it go no step further; failing gates still abort it.
+
+    Example:
+
+      loraplex rollouts pause rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("pause", rollout, tenant, version, None, as_json, data_dir, control_url)
 
 
@@ -372,7 +401,12 @@ def resume(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Let a paused rollout go on."""
+    """Let a paused rollout go on.
+
+    Example:
+
+      loraplex rollouts resume rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("resume", rollout, tenant, version, None, as_json, data_dir, control_url)
 
 
@@ -386,7 +420,12 @@ def promote(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Have the canary answer everything now, whatever steps are left."""
+    """Have the canary answer everything now, whatever steps are left.
+
+    Example:
+
+      loraplex rollouts promote rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("promote", rollout, tenant, version, reason, as_json, data_dir, control_url)
 
 
@@ -400,7 +439,12 @@ def abort(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Have the stable revision answer everything now."""
+    """Have the stable revision answer everything now.
+
+    Example:
+
+      loraplex rollouts abort rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("abort", rollout, tenant, version, reason, as_json, data_dir, control_url)
 
 
@@ -414,7 +458,12 @@ def rollback(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Undo a deployment's last promotion: the stable revision answers again, whole."""
+    """Undo a deployment's last promotion: the stable revision answers again, whole.
+
+    Example:
+
+      loraplex rollouts rollback rol_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     _act("rollback", rollout, tenant, version, reason, as_json, data_dir, control_url)
 
 

@@ -68,7 +68,12 @@ def list_webhooks(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show the addresses and whether they answer."""
+    """Show the addresses and whether they answer.
+
+    Example:
+
+      loraplex webhooks list -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         for webhook in admin.webhooks(_owner(admin, tenant)):
             if as_json:
@@ -91,7 +96,12 @@ def deliveries(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show what an address was told, and how that went."""
+    """Show what an address was told, and how that went.
+
+    Example:
+
+      loraplex webhooks deliveries whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f --limit 5
+    """
     from itertools import islice
 
     with open_admin(data_dir, control_url) as admin:
@@ -107,7 +117,12 @@ def send_test(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Have a test message delivered; `deliveries` shows what came of it."""
+    """Have a test message delivered; `deliveries` shows what came of it.
+
+    Example:
+
+      loraplex webhooks test whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f
+    """
     with open_admin(data_dir, control_url) as admin:
         typer.echo(admin.act_on_webhook(_owner(admin, tenant), webhook, "test")["id"])
 
@@ -120,7 +135,12 @@ def replay(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Have a message delivered once more, whatever became of it."""
+    """Have a message delivered once more, whatever became of it.
+
+    Example:
+
+      loraplex webhooks replay whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f dlv_0197c5d3b2c38d4e9f5a6b7c8d9e0f1a
+    """
     with open_admin(data_dir, control_url) as admin:
         owner = _owner(admin, tenant)
         typer.echo(admin.act_on_webhook(owner, webhook, f"deliveries/{delivery}/replay")["id"])
@@ -136,7 +156,12 @@ def rotate_secret(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Give an address a new secret and print it; it is shown this once."""
+    """Give an address a new secret and print it; it is shown this once.
+
+    Example:
+
+      SECRET=$(loraplex webhooks rotate-secret whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f)
+    """
     with open_admin(data_dir, control_url) as admin:
         owner = _owner(admin, tenant)
         made = admin.act_on_webhook(owner, webhook, "rotate", {"grace_s": grace_s})
@@ -146,12 +171,17 @@ def rotate_secret(
 @app.command()
 def switch(
     webhook: WebhookArgument,
-    state: Annotated[str, typer.Argument(metavar="on|off")],
+    state: Annotated[str, typer.Argument(metavar="on|off", help="on or off.")],
     tenant: OwnerOption = None,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Switch an address on or off; one that failed for three days was switched off by itself."""
+    """Switch an address on or off; one that failed for three days was switched off by itself.
+
+    Example:
+
+      loraplex webhooks switch whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f on
+    """
     if state not in {"on", "off"}:
         raise typer.BadParameter("write on or off", param_hint="STATE")
     with open_admin(data_dir, control_url) as admin:
@@ -167,7 +197,12 @@ def delete(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Delete an address with what it was told."""
+    """Delete an address with what it was told.
+
+    Example:
+
+      loraplex webhooks delete whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f -t acme
+    """
     with open_admin(data_dir, control_url) as admin:
         admin.delete_webhook(_owner(admin, tenant), webhook)
     typer.echo(f"deleted {webhook}")

@@ -1,0 +1,1 @@
+"""How large a fleet must be, what it costs, and when an API is cheaper: `loraplex plan`."""

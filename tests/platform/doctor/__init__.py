@@ -1,0 +1,1 @@
+"""What `loraplex doctor` finds on set-ups that are broken for real."""

@@ -1,0 +1,1 @@
+"""What `loraplex plan` works out, against sums done by hand."""
