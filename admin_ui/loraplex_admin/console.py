@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import streamlit as st
-from streamlit.navigation.page import Page
+from streamlit.navigation.page import Page as StreamlitPage
 
-from loraplex_admin import choices, connections
+from loraplex_admin import catalog, choices, connections
 from loraplex_admin import format as fmt
-from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableError, User
-from loraplex_admin.pages import (
-    adapters,
-    invariants,
-    overview,
-    playground,
-    request_log,
-    tenants,
-    usage,
-)
+from loraplex_admin.access import Access
+from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableError
 
 # A file of our own: Streamlit fetches icons and emoji of its own from elsewhere.
 _ICON = Path(__file__).with_name("icon.png")
+_RETRY_S: Final = 3.0
 
-Render = Callable[[Api, User], None]
 
-
-def _page(render: Render, api: Api, user: User, *, title: str, icon: str, path: str) -> Page:
+def _page(page: catalog.Page, api: Api, access: Access, *, is_first: bool) -> StreamlitPage:
     def run() -> None:
         try:
-            render(api, user)
+            page.render(api, access)
         except ApiUnreachableError:
             choices.show_unreachable()
         except ApiError as error:
             choices.show_refusal(error)
 
-    return st.Page(run, title=title, icon=f":material/{icon}:", url_path=path, default=not path)
+    icon = f":material/{page.icon}:"
+    return st.Page(run, title=page.title, icon=icon, url_path=page.path, default=is_first)
 
 
 def _ask_to_log_in() -> None:
@@ -48,6 +40,22 @@ def _ask_to_log_in() -> None:
         st.link_button("Log in", "/login", type="primary")
 
 
+def _wait_for_the_api(api: Api) -> None:
+    """One line, and the page by itself as soon as the control API answers again."""
+    choices.show_unreachable()
+    st.button("Try again", key="retry")
+
+    @st.fragment(run_every=_RETRY_S)
+    def look() -> None:
+        try:
+            api.session()
+        except (ApiUnreachableError, ApiError):
+            return
+        st.rerun()
+
+    look()
+
+
 def main() -> None:
     """Draw the page that the address names."""
     st.set_page_config(page_title="Loraplex", page_icon=str(_ICON), layout="wide")
@@ -55,60 +63,25 @@ def main() -> None:
     token = st.context.cookies.get(SESSION_COOKIE, "")
     api = Api(control_url, token, transport=connections.shared())
     try:
-        user = api.current_user()
+        session = api.session()
     except ApiUnreachableError:
-        choices.show_unreachable()
-        st.button("Try again", key="retry")
+        _wait_for_the_api(api)
         return
     except ApiError as error:
         choices.show_refusal(error)
         return
-    if user is None:
+    if session is None:
         _ask_to_log_in()
         return
-    navigation = st.navigation(
-        {
-            "Fleet": [
-                _page(overview.render, api, user, title="Overview", icon="monitoring", path=""),
-                _page(
-                    invariants.render,
-                    api,
-                    user,
-                    title="Invariants",
-                    icon="balance",
-                    path="invariants",
-                ),
-            ],
-            "Tenants": [
-                _page(
-                    tenants.render, api, user, title="Tenants and keys", icon="key", path="tenants"
-                ),
-                _page(adapters.render, api, user, title="Adapters", icon="layers", path="adapters"),
-                _page(
-                    playground.render,
-                    api,
-                    user,
-                    title="Playground",
-                    icon="forum",
-                    path="playground",
-                ),
-            ],
-            "Money": [
-                _page(usage.render, api, user, title="Usage", icon="bar_chart", path="usage"),
-                _page(
-                    request_log.render,
-                    api,
-                    user,
-                    title="Requests",
-                    icon="list_alt",
-                    path="requests",
-                ),
-            ],
-        }
-    )
+    access = Access.of(session)
+    sections: dict[str, list[StreamlitPage]] = {}
+    for page in catalog.pages_for(access):
+        shown = _page(page, api, access, is_first=not sections)
+        sections.setdefault(page.section, []).append(shown)
+    navigation = st.navigation(sections)
     st.logo(str(_ICON), size="large")
     with st.sidebar:
-        st.caption(f"{fmt.literal(user['email'])} · {user['role']}")
+        st.caption(f"{fmt.literal(access.user['email'])} · {access.role}")
         if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):
             api.log_out()
             st.rerun()

@@ -93,6 +93,22 @@ class Stand:
         self.apis.append(api)
         return api
 
+    def member(self, tenant_id: str, role: str) -> Api:
+        """The console's client of somebody who is only this in that tenant."""
+        email = f"{role}-{tenant_id[-12:]}@example.org"
+        invited = self.post(
+            f"/tenants/{tenant_id}/invitations", json={"email": email, "role": role}
+        )
+        with httpx.Client(base_url=self.control_url) as client:
+            body = {"token": invited["token"], "password": PASSWORD}
+            joined = client.post("/admin/v1/invitations/accept", json=body)
+            assert joined.is_success, joined.text
+            login = client.post("/admin/v1/sessions", json={"email": email, "password": PASSWORD})
+            assert login.status_code == 201, login.text
+            api = Api(self.control_url, client.cookies[SESSION_COOKIE])
+        self.apis.append(api)
+        return api
+
     def post(self, path: str, **options: Any) -> dict[str, Any]:
         """POST with the admin key, below /admin/v1; must succeed."""
         answer = self.http.post(f"/admin/v1{path}", **options)

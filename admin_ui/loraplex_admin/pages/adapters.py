@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
+from loraplex_admin.access import Access
 from loraplex_admin.api import (
     Adapter,
     AdapterVersion,
@@ -14,31 +17,43 @@ from loraplex_admin.api import (
     Deployment,
     Page,
     Tenant,
-    User,
 )
+from loraplex_admin.components.listing import Columns, Listing
 
 _BASE = "base (no adapter)"
 
 
-def render(api: Api, user: User) -> None:
+def render(api: Api, access: Access) -> None:
     """Deployments first: they are what tenants see; then adapters and the upload."""
     st.title("Adapters")
     choices.show_notice()
-    tenant = choices.tenant(api, key="adapters_tenant")
+    tenant = choices.tenant(api, access, key="adapters_tenant", action="adapter.read")
     if tenant is None:
         return
-    can_write = user["role"] == "admin"
+    can_write = access.may("adapter.write", tenant["id"])
     if can_write:
         _upload(api, tenant)
-    cursors = f"adapters_cursors_{tenant['id']}"
-    page = api.adapters(tenant["id"], after=choices.cursor(cursors))
-    _deployments(api, tenant, page, can_write=can_write)
     st.subheader("Adapters and versions")
-    if not page["data"]:
-        st.info("This tenant has no adapter yet.")
-    for adapter in page["data"]:
-        _adapter(adapter)
-    choices.pager(cursors, page)
+    open_id = Listing(
+        "adapters",
+        fetch=lambda **query: api.adapters(tenant["id"], **query),
+        columns=Columns(
+            lambda one: _adapter_cells(one, tenant["billing_tz"]),
+            numbers=("versions", "rank"),
+            wide=("name",),
+        ),
+        search_label="Search adapters",
+        empty="This tenant has no adapter yet. "
+        + ("Upload the first one above." if can_write else "Its developers upload adapters."),
+    ).show()
+    if open_id is not None:
+        try:
+            adapter = api.of_tenant(tenant["id"], "adapters").get(open_id)
+        except ApiError as error:
+            choices.show_refusal(error)
+        else:
+            _adapter(cast(Adapter, adapter), tenant["billing_tz"])
+    _deployments(api, tenant, api.adapters(tenant["id"]), can_write=can_write)
 
 
 def _upload(api: Api, tenant: Tenant) -> None:
@@ -98,21 +113,15 @@ def _upload(api: Api, tenant: Tenant) -> None:
 
 def _deployments(api: Api, tenant: Tenant, adapters: Page[Adapter], *, can_write: bool) -> None:
     st.subheader("Deployments")
-    cursors = f"deployments_cursors_{tenant['id']}"
-    page = api.deployments(tenant["id"], after=choices.cursor(cursors))
-    if page["data"]:
-        st.dataframe(
-            [_deployment_row(deployment) for deployment in page["data"]],
-            hide_index=True,
-            column_config={
-                name: st.column_config.TextColumn(width="medium")
-                for name in ("model id", "answers with")
-            },
-            key="deployments_table",
-        )
-        choices.pager(cursors, page)
-    else:
-        st.info("No deployment yet: this tenant reaches only the base model.")
+    page = api.deployments(tenant["id"])
+    Listing(
+        "deployments",
+        fetch=lambda after=None: api.deployments(tenant["id"], after=after),
+        columns=Columns(_deployment_row, wide=("model id", "answers with")),
+        empty="No deployment yet: this tenant reaches only the base model.",
+        is_main=False,
+        can_open=False,
+    ).show()
     if can_write:
         _deploy(api, tenant, page, adapters)
         if page["data"]:
@@ -200,21 +209,34 @@ def _deployment_row(deployment: Deployment) -> dict[str, object]:
     }
 
 
-def _adapter(adapter: Adapter) -> None:
-    versions = adapter["versions"]
-    newest = f"version {versions[0]['version']}" if versions else "no version"
-    with st.expander(f"{fmt.code(adapter['name'])} · {newest}", icon=":material/layers:"):
-        for number, version in enumerate(versions):
-            if number:
-                st.divider()
-            st.markdown(f"**Version {version['version']}** · {fmt.literal(version['status'])}")
-            st.caption(
-                f"{fmt.code(version['digest'])}  \nrank {version['rank']} · "
-                f"{fmt.size(version['size_bytes'])} · "
-                f"{', '.join(fmt.code(module) for module in version['target_modules'])} · "
-                f"{fmt.time(version['created_at'])}"
-            )
-            _report(version, key=version["id"])
+def _adapter_cells(adapter: Adapter, zone: str) -> dict[str, object]:
+    newest = adapter["versions"][0] if adapter["versions"] else None
+    return {
+        "name": fmt.cell(adapter["name"]),
+        "versions": str(len(adapter["versions"])),
+        "newest": "–" if newest is None else f"v{newest['version']}, {newest['status']}",
+        "rank": "–" if newest is None else str(newest["rank"]),
+        "digest": "–" if newest is None else fmt.digest(newest["digest"]),
+        "since": fmt.time(adapter["created_at"], zone),
+    }
+
+
+def _adapter(adapter: Adapter, zone: str) -> None:
+    with st.container(border=True):
+        st.subheader(fmt.literal(adapter["name"]))
+        for number, version in enumerate(adapter["versions"]):
+            with st.expander(
+                f"Version {version['version']} · {fmt.literal(version['status'])}",
+                icon=":material/layers:",
+                expanded=number == 0,
+            ):
+                st.caption(
+                    f"{fmt.code(version['digest'])}  \nrank {version['rank']} · "
+                    f"{fmt.size(version['size_bytes'])} · "
+                    f"{', '.join(fmt.code(module) for module in version['target_modules'])} · "
+                    f"{fmt.time(version['created_at'], zone)}"
+                )
+                _report(version, key=version["id"])
 
 
 def _report(version: AdapterVersion, *, key: str) -> None:

@@ -12,7 +12,8 @@ from streamlit.delta_generator import DeltaGenerator
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant, User
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant
 
 _POLL_S = 0.05
 # How often a silent stream's clock is redrawn. Streamlit ends a script whose reader has left only
@@ -20,14 +21,11 @@ _POLL_S = 0.05
 _REDRAW_S = 0.5
 
 
-def render(api: Api, user: User) -> None:
+def render(api: Api, access: Access) -> None:
     """A prompt, two columns, two streams at once."""
     st.title("Playground")
-    tenant = choices.tenant(api, key="playground_tenant")
+    tenant = choices.tenant(api, access, key="playground_tenant", action="playground.use")
     if tenant is None:
-        return
-    if user["role"] != "admin":
-        st.info("Viewers cannot ask: answers are billed to the tenant.")
         return
     deployments = api.deployments(tenant["id"])["data"]
     if not deployments:

@@ -12,7 +12,8 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, UsageRow, User
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api, UsageRow
 
 _RANGES = {
     "Last hour": (timedelta(hours=1), "1m"),
@@ -52,12 +53,14 @@ class _Query(TypedDict):
     tenant_id: str | None
 
 
-def render(api: Api, _user: User) -> None:
+def render(api: Api, access: Access) -> None:
     """Filters, totals, chart, table, download."""
     st.title("Usage")
     filters = st.columns(4)
     with filters[0]:
-        tenant = choices.tenant(api, key="usage_tenant", allow_all=True)
+        tenant = choices.tenant(
+            api, access, key="usage_tenant", action="usage.read", allow_all=True
+        )
     span, bucket = _RANGES[filters[1].selectbox("Time", list(_RANGES), index=1, key="usage_range")]
     group = _GROUPS[filters[2].selectbox("Split by", list(_GROUPS), key="usage_group")]
     measure = filters[3].selectbox("Chart", list(_MEASURES), key="usage_measure")
