@@ -14,6 +14,7 @@ from loraplex_admin.api import Api
 from loraplex_admin.pages import (
     adapters,
     audit,
+    evals,
     fleet,
     invariants,
     invoices,
@@ -54,6 +55,7 @@ PAGES: Final = (
     Page("Tenants", "API keys", "keys", "key", "key.read", keys.render),
     Page("Tenants", "Limits", "limits", "speed", "limit.read", limits.render),
     Page("Models", "Adapters", "adapters", "layers", "adapter.read", adapters.render),
+    Page("Models", "Evals", "evals", "fact_check", "eval.read", evals.render),
     Page("Models", "Playground", "playground", "forum", "playground.use", playground.render),
     Page("Money", "Usage", "usage", "bar_chart", "usage.read", usage.render),
     Page("Money", "Prices", "prices", "sell", "price.read", prices.render),

@@ -38,6 +38,10 @@ class Collection:
         """One by its id."""
         return self.api.read(self._of(id_), **query)
 
+    def part(self, id_: str, name: str, **query: str | None) -> Row:
+        """Something that belongs to one of these: the metrics of a rollout, say."""
+        return self.api.read(f"{self._of(id_)}/{name}", **query)
+
     def create(self, body: Row, *, once: str | None = None) -> Row:
         """A new one. `once`: the Idempotency-Key under which it is made only once."""
         return self.api.send("POST", self.path, body, once=once)

@@ -33,6 +33,7 @@ from loraplex_platform.worker.app import open_worker
 
 from tests.platform.control.stand import (
     ADMIN_KEY,
+    BASE,
     AdapterFiles,
     adapter,
     announce,
@@ -56,6 +57,7 @@ class Stand:
     """What a test of the console touches."""
 
     control_url: str
+    gateway_url: str
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     http: httpx.Client  # with the admin key
@@ -145,6 +147,13 @@ class Stand:
         assert answer.is_success, answer.text
         return dict(answer.json())
 
+    def ask(self, secret: str, model: str = BASE) -> httpx.Response:
+        """A request of a tenant's own, at the gateway."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        headers = {"authorization": f"Bearer {secret}"}
+        url = f"{self.gateway_url}/v1/chat/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=30)
+
     def run(self, coroutine: Any) -> Any:
         """A coroutine, on the stand's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
@@ -176,7 +185,7 @@ async def _serving(app: Any) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def _platform(
     db_url: str, redis_url: str, folder: Path, console_url: str
-) -> AsyncIterator[tuple[str, FakeEngine]]:
+) -> AsyncIterator[tuple[str, str, FakeEngine]]:
     async with AsyncExitStack() as stack:
         engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
         await stack.enter_async_context(engine)
@@ -185,12 +194,13 @@ async def _platform(
         gateway = await stack.enter_async_context(
             open_gateway(gateway_stand.settings_for(db_url, redis_url, folder / "gateway"))
         )
+        gateway_url = await stack.enter_async_context(gateway_stand.serving(gateway))
         settings = settings_for(
             db_url,
             redis_url,
             folder,
             model_dir=write_model(folder / "model"),
-            gateway_url=await stack.enter_async_context(gateway_stand.serving(gateway)),
+            gateway_url=gateway_url,
             console_url=console_url,
         )
         app = create_app(settings, passwords=cheap_passwords())
@@ -200,7 +210,7 @@ async def _platform(
         )
         await stack.enter_async_context(open_worker(worker))
         await until(lambda: gateway.router.num_ready > 0)
-        yield await stack.enter_async_context(_serving(app)), engine
+        yield await stack.enter_async_context(_serving(app)), gateway_url, engine
 
 
 @contextmanager
@@ -220,8 +230,8 @@ def stand(
     async def live() -> None:
         box["stop"] = asyncio.Event()
         box["loop"] = asyncio.get_running_loop()
-        async with _platform(db_url, redis_url, folder, console_url) as (url, engine):
-            box["url"], box["engine"] = url, engine
+        async with _platform(db_url, redis_url, folder, console_url) as found:
+            box["url"], box["gateway_url"], box["engine"] = found
             ready.set()
             await box["stop"].wait()
 
@@ -242,7 +252,7 @@ def stand(
             raise box["error"]
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         with httpx.Client(base_url=box["url"], headers=headers, timeout=30) as client:
-            made = Stand(box["url"], box["engine"], box["loop"], client)
+            made = Stand(box["url"], box["gateway_url"], box["engine"], box["loop"], client)
             made.engine.script_for = made.script_for
             yield made
             for api in made.apis:
