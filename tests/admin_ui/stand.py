@@ -202,6 +202,9 @@ async def _platform(
             model_dir=write_model(folder / "model"),
             gateway_url=gateway_url,
             console_url=console_url,
+            webhook_key="webhook-key-for-tests-0123456789abcdef",
+            issuer_name="Loraplex Inc.",
+            issuer_address="1 Server St|Springfield",
         )
         app = create_app(settings, passwords=cheap_passwords())
         await stack.enter_async_context(app.router.lifespan_context(app))

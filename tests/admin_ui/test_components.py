@@ -109,7 +109,8 @@ def test_live_figures_keep_to_one_call_a_second(
     transport.close()
 
     assert found >= 2
-    assert len(rounds) >= found
+    # Of some pages only what is under way is live.
+    assert len(rounds) >= 2
     for interval_s, calls in rounds:
         assert calls / interval_s <= 1.0
 
