@@ -74,6 +74,21 @@ CREATE TABLE pins (
 );
 CREATE INDEX ix_pins_until ON pins (until) WHERE expired_at is null;
 
+CREATE TABLE pin_events (
+    id BIGINT GENERATED ALWAYS AS IDENTITY,
+    tenant_id UUID NOT NULL,
+    deployment_id UUID NOT NULL,
+    revision_id UUID,
+    until TIMESTAMP WITH TIME ZONE,
+    reason VARCHAR(500),
+    created_by VARCHAR(200),
+    at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
+    CONSTRAINT pk_pin_events PRIMARY KEY (id),
+    CONSTRAINT fk_pin_events_tenant_id_tenants FOREIGN KEY(tenant_id) REFERENCES tenants (id),
+    CONSTRAINT fk_pin_events_deployment_id_deployments FOREIGN KEY(deployment_id) REFERENCES deployments (id)
+);
+CREATE INDEX ix_pin_events_tenant_id_deployment_id_at ON pin_events (tenant_id, deployment_id, at);
+
 CREATE TABLE rollouts (
     id UUID NOT NULL,
     tenant_id UUID,
@@ -201,16 +216,83 @@ CREATE TRIGGER tr_adapter_aliases_note AFTER INSERT OR UPDATE OR DELETE ON adapt
     FOR EACH ROW EXECUTE FUNCTION loraplex_note_alias();
 """
 
+PIN_EVENTS = """
+-- A request says that a pin chose its revision; who asks a year later finds here which pin that was.
+CREATE FUNCTION loraplex_note_pin() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    BEGIN
+        IF TG_OP = 'DELETE' THEN
+            INSERT INTO pin_events (tenant_id, deployment_id) VALUES (OLD.tenant_id, OLD.deployment_id);
+        ELSIF TG_OP = 'INSERT' OR (NEW.revision_id, NEW.until, NEW.reason, NEW.created_by)
+                IS DISTINCT FROM (OLD.revision_id, OLD.until, OLD.reason, OLD.created_by) THEN
+            INSERT INTO pin_events (tenant_id, deployment_id, revision_id, until, reason, created_by)
+            VALUES (NEW.tenant_id, NEW.deployment_id, NEW.revision_id, NEW.until, NEW.reason,
+                NEW.created_by);
+        END IF;
+        RETURN NULL;
+    END
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_note_pin() FROM PUBLIC;
+CREATE TRIGGER tr_pins_note AFTER INSERT OR UPDATE OR DELETE ON pins
+    FOR EACH ROW EXECUTE FUNCTION loraplex_note_pin();
+"""
+
+BOOKS = """
+-- A draft's prices change: what is billed by a book must be billed so for ever.
+CREATE FUNCTION loraplex_guard_revision_book() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+    BEGIN
+        IF EXISTS (SELECT FROM price_books b
+                WHERE b.id = NEW.price_book_id AND b.status = 'draft') THEN
+            RAISE check_violation USING MESSAGE = 'a revision is billed by a published price book';
+        END IF;
+        RETURN NEW;
+    END
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_guard_revision_book() FROM PUBLIC;
+CREATE TRIGGER tr_deployment_revisions_guard_book
+    BEFORE INSERT OR UPDATE OF price_book_id ON deployment_revisions
+    FOR EACH ROW WHEN (NEW.price_book_id IS NOT NULL)
+    EXECUTE FUNCTION loraplex_guard_revision_book();
+
+-- The book by which a request is billed, its name and its prices; nothing for a request that one may not
+-- see. As the owner: a tenant may know what it pays for its own, and no more of the books.
+CREATE FUNCTION loraplex_prices_of_request(wanted uuid)
+    RETURNS TABLE (price_book_id uuid, name varchar, input bigint, cached_input bigint,
+        output bigint, request bigint)
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = @@SCHEMA@@, pg_temp
+    AS $$
+        SELECT b.id, b.name, p.input, p.cached_input, p.output, p.request
+        FROM (
+            SELECT r.tenant_id, r.price_book_id, r.adapter_version_id, r.deployment_id
+            FROM requests r WHERE r.id = wanted
+            UNION
+            SELECT l.tenant_id, l.price_book_id, l.adapter_version_id, l.deployment_id
+            FROM ledger l WHERE l.entry_id = wanted AND l.kind = 'usage'
+        ) AS of_it
+        JOIN price_books b ON b.id = of_it.price_book_id
+        CROSS JOIN LATERAL loraplex_entry_prices(
+            b.id, of_it.adapter_version_id, of_it.deployment_id) p
+        WHERE current_setting('role') <> 'loraplex_tenant'
+            OR of_it.tenant_id = ANY (loraplex_tenant_ids())
+    $$;
+REVOKE EXECUTE ON FUNCTION loraplex_prices_of_request(uuid) FROM PUBLIC;
+GRANT EXECUTE ON FUNCTION loraplex_prices_of_request(uuid) TO loraplex_app, loraplex_tenant;
+"""
+
 RIGHTS = """
 GRANT SELECT, INSERT, UPDATE ON engine_builds TO loraplex_app;
 GRANT SELECT, INSERT, UPDATE, DELETE ON adapter_aliases, pins, rollouts, resident_adapters
     TO loraplex_app;
-GRANT SELECT ON adapter_alias_events TO loraplex_app;
+GRANT SELECT ON adapter_alias_events, pin_events TO loraplex_app;
 GRANT SELECT, INSERT, DELETE ON rollout_events TO loraplex_app;
 
 SELECT loraplex_guard_tenant_table('adapter_aliases');
 SELECT loraplex_guard_tenant_table('adapter_alias_events');
 SELECT loraplex_guard_tenant_table('pins');
+SELECT loraplex_guard_tenant_table('pin_events');
 SELECT loraplex_guard_tenant_table('rollouts');
 SELECT loraplex_guard_tenant_table('rollout_events');
 SELECT loraplex_guard_tenant_table('resident_adapters');
@@ -316,12 +398,42 @@ CHARGE: tuple[Edit, ...] = (
     ),
 )
 
+# What a tenant says of its models in its own words, and what would keep its adapters loaded. After the
+# names of deployments, which an alias holds; and with the note of its own end that an alias leaves.
+ERASE: tuple[Edit, ...] = (
+    (
+        "UPDATE deployments SET public_name = 'deleted-' || replace(id::text, '-', ''),\n",
+        "UPDATE deployments SET public_name = 'deleted-' || replace(id::text, '-', ''),\n"
+        "            followed_adapter_id = NULL, followed_alias = NULL,\n",
+    ),
+    (
+        "        DELETE FROM webhooks WHERE tenant_id = wanted;\n",
+        "        DELETE FROM resident_adapters WHERE tenant_id = wanted;\n"
+        "        DELETE FROM pins WHERE tenant_id = wanted;\n"
+        "        GET DIAGNOSTICS counted = ROW_COUNT;\n"
+        "        done := done || jsonb_build_object('pins', counted);\n"
+        "        DELETE FROM pin_events WHERE tenant_id = wanted;\n"
+        "        DELETE FROM adapter_aliases WHERE tenant_id = wanted;\n"
+        "        GET DIAGNOSTICS counted = ROW_COUNT;\n"
+        "        done := done || jsonb_build_object('adapter_aliases', counted);\n"
+        "        DELETE FROM adapter_alias_events WHERE tenant_id = wanted;\n"
+        "        DELETE FROM outbox o USING rollouts r WHERE r.tenant_id = wanted\n"
+        "            AND o.payload ->> 'rollout_id' = 'rol_' || replace(r.id::text, '-', '');\n"
+        "        DELETE FROM rollouts WHERE tenant_id = wanted;  -- and their events\n"
+        "        GET DIAGNOSTICS counted = ROW_COUNT;\n"
+        "        done := done || jsonb_build_object('rollouts', counted);\n"
+        "\n"
+        "        DELETE FROM webhooks WHERE tenant_id = wanted;\n",
+    ),
+)
+
 FUNCTIONS: tuple[tuple[str, tuple[Edit, ...]], ...] = (
     ("loraplex_reserve", RESERVE),
     ("loraplex_book", BOOK),
     ("loraplex_settle_all", SETTLE_ALL),
     ("loraplex_settle", SETTLE),
     ("loraplex_charge", CHARGE),
+    ("loraplex_erase_tenant", ERASE),
 )
 
 # Constraints on rows that were there: checked without keeping anybody from writing.
@@ -341,20 +453,24 @@ ALTER TABLE requests
     DROP COLUMN rollout_id, DROP COLUMN rollout_step, DROP COLUMN arm, DROP COLUMN subject_key,
     DROP COLUMN shadow_of, DROP COLUMN sampling, DROP COLUMN fingerprint, DROP COLUMN itl_mean_ms,
     DROP COLUMN itl_p95_ms, DROP COLUMN stable_logprob;
+DROP FUNCTION loraplex_prices_of_request(uuid);
+DROP TRIGGER tr_deployment_revisions_guard_book ON deployment_revisions;
+DROP FUNCTION loraplex_guard_revision_book();
 ALTER TABLE deployment_revisions DROP COLUMN engine_build_id, DROP COLUMN price_book_id;
 DROP INDEX ix_deployments_followed;
 ALTER TABLE deployments
     DROP CONSTRAINT fk_deployments_own_alias,
     DROP COLUMN followed_adapter_id, DROP COLUMN followed_alias, DROP COLUMN row_version;
-DROP TABLE resident_adapters, rollout_events, rollouts, pins, adapter_alias_events, adapter_aliases,
-    engine_builds;
+DROP TABLE resident_adapters, rollout_events, rollouts, pins, pin_events, adapter_alias_events,
+    adapter_aliases, engine_builds;
 DROP FUNCTION loraplex_note_alias();
+DROP FUNCTION loraplex_note_pin();
 ALTER TABLE adapter_versions DROP CONSTRAINT uq_adapter_versions_adapter_id_id;
 """
 
 
 def upgrade() -> None:
-    run_sql(BEFORE, TABLES, COLUMNS, ALIAS_EVENTS, RIGHTS)
+    run_sql(BEFORE, TABLES, COLUMNS, ALIAS_EVENTS, PIN_EVENTS, BOOKS, RIGHTS)
     for name, edits in FUNCTIONS:
         edit_function(name, *edits)
     run_sql(VALIDATE)

@@ -143,6 +143,8 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     ping_interval_s: float = 10.0  # between comments on a stream in which nothing happens
     # How the model writes tool calls; auto: as its chat template says.
     tool_format: ToolFormatName = "auto"
+    # Shadows and scorings of rollouts that this gateway has under way at a time; they wait for everybody else.
+    shadow_concurrency: int = Field(default=4, ge=1, le=64)
     default_max_tokens: int = 1024  # chat without max_tokens: this, or what the context leaves
     # Who may read /metrics: comma-separated networks. A proxied request never may.
     gateway_metrics_networks: str = "127.0.0.0/8,::1/128"

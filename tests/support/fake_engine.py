@@ -75,7 +75,7 @@ class Script:
     with seed + i. Choices take turns, and all counts below are of each one's tokens but
     `error_after` and `crash_after`, which are of all together.
     A scripted list is cut at `max_tokens` and at a stop token; if it ends before either, the
-    request finishes as "stop" there.
+    request finishes as "stop" there. A request that tells its own tokens gets those.
     """
 
     token_ids: Sequence[int] | None = None
@@ -160,6 +160,7 @@ class FakeEngine:
         self._heard_at_s: dict[str, float] = {}  # gateway id -> monotonic
         self.is_ready = True
         self.is_draining = False
+        self.waiting_by_priority: dict[int, int] = {}  # what it says of its queue
         self.pinned: frozenset[str] = frozenset()
         self.pin_refusal: PinRefusal | None = None
         self.is_mute = False  # True: receives, and answers nothing, not even heartbeats
@@ -382,6 +383,8 @@ class FakeEngine:
             else list(scripted)
         )
         reason: FinishReason = "stop"
+        if sampling.forced_token_ids:
+            ids = list(sampling.forced_token_ids)
         if len(ids) >= sampling.max_tokens:
             ids, reason = ids[: sampling.max_tokens], "length"
         for position, token_id in enumerate(ids):
@@ -511,7 +514,8 @@ class FakeEngine:
             finished[entry.finish_reason] = finished.get(entry.finish_reason, 0) + 1
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=0,
+            num_waiting=sum(self.waiting_by_priority.values()),
+            waiting_by_priority=self.waiting_by_priority,
             kv_blocks_total=1024,
             kv_blocks_free=1024 - len(self._running),
             kv_usage=len(self._running) / 1024,

@@ -110,6 +110,26 @@ class Pin(Base):
     expired_at: Mapped[datetime | None]  # told that it has
 
 
+class PinEvent(Base):
+    """What a tenant's pin said from when on; without a revision: it was taken away. Written by a trigger,
+    never changed, so that a request whose arm is `pinned` can be explained after the pin is gone.
+    """
+
+    __tablename__ = "pin_events"
+    __table_args__ = (
+        Index("ix_pin_events_tenant_id_deployment_id_at", "tenant_id", "deployment_id", "at"),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id"))
+    deployment_id: Mapped[UUID] = mapped_column(ForeignKey("deployments.id"))
+    revision_id: Mapped[UUID | None]
+    until: Mapped[datetime | None]
+    reason: Mapped[str | None] = mapped_column(String(500))
+    created_by: Mapped[str | None] = mapped_column(String(200))
+    at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class Rollout(Base):
     """A canary revision on its way to answer all of a deployment's requests, step by step.
 

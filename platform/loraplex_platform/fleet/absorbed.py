@@ -3,7 +3,7 @@
 It is a request like any other in the books (kind `probe`), so the identity of generated and accounted
 tokens holds for it, and if this process dies the sweeper closes it from the engine's journal. No quota of
 the tenant is asked or charged, and its cache of prefixes is neither filled nor read: `salt` is the
-asker's own.
+asker's own. What a rollout asks of its other side is of the kind `shadow` and names the rollout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from uuid import UUID
 
 import structlog
@@ -26,9 +27,10 @@ from loraplex_engine.protocol import (
 
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.gateway.routing import Replica
+from loraplex_platform.gateway.token_times import TokenTimes
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service as metering
-from loraplex_platform.metering.policy import AttemptUsage, Outcome
+from loraplex_platform.metering.policy import AttemptUsage, Outcome, RequestKind
 from loraplex_platform.metering.records import Reservation, Settlement
 
 log = structlog.get_logger(__name__)
@@ -39,7 +41,7 @@ _LEASE_MARGIN_S = 30.0  # leases are not renewed here: longer than all of it can
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked, in whose name, and of which weights."""
+    """What is asked, in whose name, and of which weights. `kind`: not "user"."""
 
     tenant_id: UUID
     endpoint: str  # in the request log, for example "eval"
@@ -53,6 +55,11 @@ class Question:
     revision_id: UUID | None = None
     adapter_version_id: UUID | None = None
     adapter_digest: str | None = None
+    max_adapters: int | None = None  # of the tenant's, in step slots at a time
+    kind: RequestKind = "probe"
+    rollout_id: UUID | None = None
+    rollout_step: int | None = None
+    shadow_of: UUID | None = None  # the user's request after which it is asked
 
 
 @dataclass(slots=True)
@@ -86,7 +93,6 @@ async def ask(
         PlatformError: the tenant cannot be asked for (suspended, no price), or no database.
     """
     request_id = uuid7()
-    welcome = replica.client.welcome
     reserved = await metering.reserve(
         sessions,
         Reservation(
@@ -102,15 +108,14 @@ async def ask(
             revision_id=question.revision_id,
             adapter_version_id=question.adapter_version_id,
             replica_id=replica.record.replica_id,
-            kind="probe",
+            kind=question.kind,
             lease_s=question.timeout_s + ABORT_GRACE_S + _LEASE_MARGIN_S,
+            rollout_id=question.rollout_id,
+            rollout_step=question.rollout_step,
+            shadow_of=question.shadow_of,
         ),
     )
-    answer = Answer(
-        request_id,
-        replica.record,
-        replica.record.model_fingerprint if welcome is None else welcome.model_fingerprint,
-    )
+    answer = Answer(request_id, replica.record, replica.fingerprint)
     generate = Generate(
         request_id=str(request_id),
         attempt=1,
@@ -121,6 +126,7 @@ async def ask(
         sampling=question.sampling,
         adapter_digest=question.adapter_digest,
         priority=question.priority,
+        max_adapters=question.max_adapters,
         deadline_unix_s=time.time() + question.timeout_s,
     )
     # To its end whatever becomes of whoever waits: an abort still has usage to account for.
@@ -171,6 +177,7 @@ async def _close(
         answer.error_code = "engine_lost"
     else:
         usage = _usage_of(running.result(), answer.replica.replica_id)
+    times = _times_of(answer)
     await metering.settle(
         sessions,
         Settlement(
@@ -178,11 +185,14 @@ async def _close(
             lease_token=lease_token,
             usage=usage,
             settled_by=owner,
-            kind="probe",
+            kind=question.kind,
             finish_reason=answer.finish_reason,
             error_code=answer.error_code,
             ttft_ms=None if answer.ttft_ms is None else round(answer.ttft_ms),
             e2e_ms=None if answer.e2e_ms is None else round(answer.e2e_ms),
+            fingerprint=answer.fingerprint,
+            itl_mean_ms=times.mean_ms,
+            itl_p95_ms=times.p95_ms,
         ),
     )
     if error is not None:
@@ -226,6 +236,13 @@ async def _read_on(stream: EngineStream, answer: Answer, began_s: float) -> Toke
             answer.error_code = event.error_code
             return event
     raise EngineLostError("the stream ended without a terminal event")
+
+
+def _times_of(answer: Answer) -> TokenTimes:
+    times = TokenTimes()
+    for (before_ms, _), (at_ms, num_tokens) in pairwise(answer.arrivals_ms):
+        times.note((at_ms - before_ms) / 1000 / num_tokens, num_tokens)
+    return times
 
 
 def _usage_of(terminal: TokenEvent, replica_id: str) -> AttemptUsage:

@@ -18,6 +18,7 @@ from loraplex_engine.client import EngineLostError, EnginePinRefusedError
 from loraplex_engine.protocol import EngineStats, ReplicaRecord
 
 from loraplex_platform.errors import EngineUnavailableError
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.routing import Replica, Router
 
@@ -93,21 +94,23 @@ class EngineFleet:
                 with contextlib.suppress(asyncio.CancelledError):
                     await sampler
 
-    async def ready_engine(self, base_model: str, num_tokens: int) -> Replica:
+    async def ready_engine(
+        self, base_model: str, num_tokens: int, builds: BuildRule = ANY_BUILD
+    ) -> Replica:
         """A replica that takes a request of this size now.
 
         Raises:
             EngineUnavailableError: there is none.
         """
         try:
-            return self._router.choose(base_model, num_tokens)
+            return self._router.choose(base_model, num_tokens, builds=builds)
         except EngineUnavailableError:
             # One may have come up since the router last looked.
             await self._router.refresh()
             for found in self._router.replicas:
                 with contextlib.suppress(EngineLostError):
                     await found.client.connect(CONNECT_TIMEOUT_S)
-            return self._router.choose(base_model, num_tokens)
+            return self._router.choose(base_model, num_tokens, builds=builds)
 
     def prefetch(self, digest: str) -> None:
         """Have every replica load an adapter that will be asked for soon; best effort."""

@@ -97,7 +97,7 @@ class Admissions:
             key_id=caller.key_id,
             project_id=caller.project_id,
             deployment_id=None if model is None else model.deployment_id,
-            adapter_id=None if model is None else model.adapter_id,
+            adapter_id=None if model is None else model.revision.adapter_id,
         )
         return Claim(
             request_id=request_id,

@@ -124,6 +124,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
             yield gateway
         finally:
             gateway.is_draining = True
+            await gateway.copying.close()
             await gateway.pumps.drain(0.0, gateway.draining_error())
             for task in tasks:
                 task.cancel()

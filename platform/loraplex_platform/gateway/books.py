@@ -17,7 +17,7 @@ from loraplex_platform.gateway.job import Failed, Finished
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.spool import Spool, SpoolError, SpoolRecord, Void, write
 from loraplex_platform.metering import service as metering
-from loraplex_platform.metering.policy import AttemptUsage
+from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 from loraplex_platform.metering.records import Settlement
 
 log = structlog.get_logger(__name__)
@@ -42,23 +42,34 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """Who answered, and how fast. `first_token_s`: monotonic; the others as in `Settlement`."""
+
+    first_token_s: float | None
+    fingerprint: str
+    itl_mean_ms: float | None
+    itl_p95_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Books:
     """Of one request."""
 
     request_id: UUID
+    kind: RequestKind
     owner: str
     arrived_s: float  # monotonic
     sessions: SessionFactory
     metrics: GatewayMetrics
     spool: Spool | None
 
-    async def close(self, ending: Ending, lease_token: int, first_token_s: float | None) -> Closed:
+    async def close(self, ending: Ending, lease_token: int, pace: Pace) -> Closed:
         """Write the ending: to the database or, while that is away, to the spool.
 
         It is on a disk when this returns, unless there is no spool or it refuses: then this tries
         again and again, and gives up when the sweeper has long settled.
         """
-        record = self._record(ending, lease_token, first_token_s)
+        record = self._record(ending, lease_token, pace)
         writing = asyncio.create_task(self._write(record))
         await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
         try:
@@ -98,7 +109,7 @@ class Books:
         log.error("settle_given_up", request_id=str(self.request_id))
         return "overtaken"
 
-    def _record(self, ending: Ending, lease_token: int, first_token_s: float | None) -> SpoolRecord:
+    def _record(self, ending: Ending, lease_token: int, pace: Pace) -> SpoolRecord:
         status, code = _http_outcome(ending.event)
         if ending.usage is None:
             return SpoolRecord(
@@ -110,18 +121,22 @@ class Books:
                     error_code=code,
                 )
             )
-        since_s = self.arrived_s
+        since_s, first_s = self.arrived_s, pace.first_token_s
         return SpoolRecord(
             settlement=Settlement(
                 request_id=self.request_id,
                 lease_token=lease_token,
                 usage=ending.usage,
                 settled_by=self.owner,
+                kind=self.kind,
                 finish_reason=ending.finish_reason,
                 http_status=status,
                 error_code=code,
-                ttft_ms=None if first_token_s is None else round((first_token_s - since_s) * 1000),
+                ttft_ms=None if first_s is None else round((first_s - since_s) * 1000),
                 e2e_ms=round((time.monotonic() - since_s) * 1000),
+                fingerprint=pace.fingerprint,
+                itl_mean_ms=pace.itl_mean_ms,
+                itl_p95_ms=pace.itl_p95_ms,
             )
         )
 
@@ -138,13 +153,14 @@ class Books:
             self.metrics.requests_finished.labels("rejected").inc()
             return
         is_fault = usage.outcome in ("fault", "lost")
+        is_absorbed = is_fault or self.kind != "user"
         self.metrics.requests_finished.labels(usage.outcome if is_fault else reason).inc()
         discarded = usage.discarded_past_stop + usage.discarded_past_abort
         kept = usage.generated - discarded
         tokens = self.metrics.tokens
         tokens.labels("prompt").inc(usage.prompt_tokens)
         tokens.labels("cached").inc(usage.cached_tokens)
-        tokens.labels("absorbed" if is_fault else "billed").inc(kept)
+        tokens.labels("absorbed" if is_absorbed else "billed").inc(kept)
         tokens.labels("discarded").inc(discarded)
 
 

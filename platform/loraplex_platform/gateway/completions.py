@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
-from loraplex_engine.protocol import SamplingParams
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from loraplex_platform.db.deadline import within
-from loraplex_platform.errors import ConflictError, IdempotencyReuseError, ModelNotFoundError
-from loraplex_platform.gateway import openapi, queries
+from loraplex_platform.errors import ConflictError, IdempotencyReuseError
+from loraplex_platform.gateway import openapi
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
     Answer,
@@ -45,7 +42,6 @@ from loraplex_platform.gateway.context import (
 from loraplex_platform.gateway.detokenizer import TokenBytes
 from loraplex_platform.gateway.errors import (
     AbandonedError,
-    ContextLengthError,
     InvalidValueError,
     RequestTimeoutError,
     envelope,
@@ -55,26 +51,39 @@ from loraplex_platform.gateway.idempotency import MAX_ANSWER_BYTES, Kept, Retrie
 from loraplex_platform.gateway.job import (
     ChoiceEnded,
     ChoicePiece,
+    Copies,
     Failed,
     FieldNames,
     Finished,
     Job,
+    Prepared,
     PumpEvent,
     Started,
 )
 from loraplex_platform.gateway.middleware import ARRIVED_S, REQUEST_UUID, request_id_of
 from loraplex_platform.gateway.openai_schemas import (
+    MAX_SUBJECT_CHARS,
     ChatRequest,
     CompletionRequest,
     FinishReasonText,
     UsageReport,
 )
+from loraplex_platform.gateway.preparation import max_tokens_field, num_top_logprobs
 from loraplex_platform.gateway.pump import Pump
+from loraplex_platform.gateway.queries import ServedModel
 from loraplex_platform.gateway.request_parsing import chat_messages, parse_chat, parse_completion
-from loraplex_platform.gateway.sampling import check_ids, sampling_params
+from loraplex_platform.gateway.revision_choice import (
+    Side,
+    Who,
+    choose_revision,
+    find_callable,
+    is_scored,
+    is_shadowed,
+    may_call,
+    unknown_model,
+)
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
-from loraplex_platform.gateway.tokenization import too_long
 from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.ids import format_id
 from loraplex_platform.rates.admission import Claim
@@ -88,8 +97,7 @@ router = APIRouter(prefix="/v1", tags=["Completions"])
 _BODY_TIMEOUT_S = 60.0
 _SMALL_BODY_BYTES = 128 * 1024
 _SMALL_ANSWER = 16 * 1024  # of `TextPiece.size`: a few milliseconds of work
-MAX_LOGPROB_VALUES = 2**18  # in one answer
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for completions
+CONVERSATION_HEADER = "x-loraplex-conversation-id"
 
 
 @router.post("/chat/completions", **openapi.CHAT)
@@ -104,25 +112,17 @@ async def create_chat_completion(
         return retry
     body, messages = await _parse(_parse_chat, raw)
     structure = await chat_structure(body, gateway.tokenizer.tool_format)
-    model = await _find_model(gateway, caller, body.model)
-    context_length = _context_length(gateway, model)
-    tools = structure.tools
-    prompt_ids = await gateway.tokenizer.encode_chat(
-        messages, context_length, tools.shown if tools else ()
+    found = await _find_model(gateway, caller, body.model)
+    model, side = choose_revision(
+        caller,
+        found,
+        Who(
+            user=body.safety_identifier or body.user,
+            conversation_id=_conversation_id(request, body.metadata),
+            messages=((message.role, message.content) for message in messages),
+        ),
     )
-    _check_prompt(prompt_ids, context_length, "messages")
-    left = context_length - len(prompt_ids)
-    wanted = body.max_completion_tokens or body.max_tokens
-    max_tokens = wanted or min(left, gateway.settings.default_max_tokens)
-    _check_max_tokens(
-        max_tokens,
-        len(prompt_ids),
-        context_length,
-        "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
-    )
-    num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    _check_logprobs(body, max_tokens, num_top_logprobs, "top_logprobs")
-    sampling = await sampling_params(gateway.tokenizer, body, max_tokens, num_top_logprobs)
+    prepare = partial(gateway.preparer.chat, body=body, messages=messages, structure=structure)
     job = _job(
         request,
         gateway,
@@ -130,22 +130,20 @@ async def create_chat_completion(
         model=model,
         endpoint="chat.completions",
         body=body,
-        prompt_ids=prompt_ids,
-        sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
-        tools=tools,
+        prepared=await prepare(model),
+        side=side,
+        copies=_copies(request, found, side, prepare),
+        tools=structure.tools,
         retry=retry,
-        params=_params(
-            body, "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        ),
     )
     return await run(
         request,
         gateway,
         job,
         gate=await _gate(request, gateway, caller, job),
-        shape=partial(ChatAnswer, tools=tools),
+        shape=partial(ChatAnswer, tools=structure.tools),
         includes_usage=_includes_usage(body),
-        num_top_logprobs=num_top_logprobs,
+        num_top_logprobs=num_top_logprobs(body),
     )
 
 
@@ -159,21 +157,11 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         return retry
     body = await _parse(parse_completion, raw)
     structure = await completion_structure(body)
-    model = await _find_model(gateway, caller, body.model)
-    context_length = _context_length(gateway, model)
-    if isinstance(body.prompt, str):
-        prompt_ids = await gateway.tokenizer.encode_prompt(body.prompt, context_length)
-        _check_prompt(prompt_ids, context_length, "prompt")
-    else:
-        prompt_ids = body.prompt
-        _check_prompt(prompt_ids, context_length, "prompt")
-        check_ids("prompt", prompt_ids, gateway.tokenizer.vocab_size)
-    max_tokens = body.max_tokens or min(
-        _DEFAULT_COMPLETION_TOKENS, context_length - len(prompt_ids)
+    found = await _find_model(gateway, caller, body.model)
+    model, side = choose_revision(
+        caller, found, Who(user=body.user, conversation_id=_conversation_id(request))
     )
-    _check_max_tokens(max_tokens, len(prompt_ids), context_length, "max_tokens")
-    _check_logprobs(body, max_tokens, body.logprobs, "logprobs")
-    sampling = await sampling_params(gateway.tokenizer, body, max_tokens, body.logprobs)
+    prepare = partial(gateway.preparer.completion, body=body, structure=structure)
     job = _job(
         request,
         gateway,
@@ -181,10 +169,10 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         model=model,
         endpoint="completions",
         body=body,
-        prompt_ids=prompt_ids,
-        sampling=msgspec.structs.replace(sampling, grammar=structure.grammar),
+        prepared=await prepare(model),
+        side=side,
+        copies=_copies(request, found, side, prepare),
         retry=retry,
-        params=_params(body, "max_tokens"),
     )
     return await run(
         request,
@@ -193,7 +181,7 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
         gate=await _gate(request, gateway, caller, job),
         shape=CompletionAnswer,
         includes_usage=_includes_usage(body),
-        num_top_logprobs=body.logprobs,
+        num_top_logprobs=num_top_logprobs(body),
     )
 
 
@@ -275,68 +263,48 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
     return request, chat_messages(request.messages)
 
 
-async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> queries.ServedModel:
-    found = queries.find_model(
-        gateway.sessions, caller.tenant_id, gateway.settings.base_model, name
-    )
-    model = await within(gateway.settings.database_deadline_s, found)
-    if model is None or not may_call(caller, model):
-        raise unknown_model(name)
-    return model
-
-
-def may_call(caller: Authenticated, model: queries.ServedModel) -> bool:
-    """Whether the key is granted this model; one that is not does not exist for it."""
-    return caller.grants is None or caller.grants.allows(
-        deployment_id=model.deployment_id,
-        base_model_id=model.base_model_id,
-        adapter_id=model.adapter_id,
+async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> ServedModel:
+    return await find_callable(
+        gateway.sessions,
+        caller,
+        gateway.settings.base_model,
+        name,
+        deadline_s=gateway.settings.database_deadline_s,
     )
 
 
-def unknown_model(name: str) -> ModelNotFoundError:
-    """The same words for what does not exist and for what is somebody else's."""
-    return ModelNotFoundError(
-        f"The model '{name[:128]}' does not exist or you do not have access to it.", param="model"
-    )
-
-
-def _context_length(gateway: Gateway, model: queries.ServedModel) -> int:
-    return gateway.router.max_model_len(model.base_model, gateway.tokenizer.context_length)
-
-
-def _check_prompt(ids: list[int], context_length: int, param: str) -> None:
-    if not ids:
-        raise InvalidValueError(f"'{param}' is empty: at least one token is needed.", param=param)
-    if len(ids) >= context_length:
-        raise too_long(len(ids), context_length, param)
-
-
-def _check_max_tokens(max_tokens: int, num_prompt: int, context_length: int, param: str) -> None:
-    if num_prompt + max_tokens > context_length:
-        raise ContextLengthError(
-            f"This model's maximum context length is {context_length} tokens, but the prompt has"
-            f" {num_prompt} tokens and '{param}' asks for {max_tokens}: {num_prompt + max_tokens}"
-            f" in all. Ask for at most {context_length - num_prompt}.",
-            param=param,
-        )
-
-
-def _check_logprobs(
-    body: ChatRequest | CompletionRequest, max_tokens: int, num_top: int | None, param: str
-) -> None:
-    """Bound what an answer holds, and what waits here for a client that reads slowly."""
-    if num_top is None:
-        return
-    num_choices = body.n or 1
-    num_wanted = num_choices * max_tokens * (num_top + 1)
-    if num_wanted > MAX_LOGPROB_VALUES:
+def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -> str | None:
+    """As the client states it: in a header, which clients can set for all endpoints, or in `metadata`."""
+    stated = request.headers.get(CONVERSATION_HEADER)
+    if stated is None:
+        return (metadata or {}).get("conversation_id")
+    if len(stated) > MAX_SUBJECT_CHARS:
         raise InvalidValueError(
-            f"Invalid value for '{param}': {num_choices} choices of up to {max_tokens} tokens with"
-            f" {num_top + 1} log-probabilities each are {num_wanted} values, more than"
-            f" {MAX_LOGPROB_VALUES}. Ask for fewer, or for fewer tokens or choices.",
-            param=param,
+            f"Invalid value for the header '{CONVERSATION_HEADER}': expected at most"
+            f" {MAX_SUBJECT_CHARS} characters.",
+            param=CONVERSATION_HEADER,
         )
+    return stated
+
+
+def _copies(
+    request: Request,
+    found: ServedModel,
+    side: Side | None,
+    prepare: Callable[[ServedModel], Awaitable[Prepared]],
+) -> Copies | None:
+    """What its rollout wants of this request besides its answer, if it is drawn for that."""
+    rollout = found.rollout
+    if side is None or rollout is None or side.rollout_id is None:
+        return None
+    request_id = request.scope[REQUEST_UUID]
+    copies = Copies(
+        is_shadowed=is_shadowed(request_id, rollout),
+        is_scored=is_scored(request_id, rollout),
+        stable=found,
+        prepare=prepare,
+    )
+    return copies if copies.is_shadowed or copies.is_scored else None
 
 
 def _job(
@@ -344,16 +312,15 @@ def _job(
     gateway: Gateway,
     caller: Authenticated,
     *,
-    model: queries.ServedModel,
+    model: ServedModel,
     endpoint: Endpoint,
     body: ChatRequest | CompletionRequest,
-    prompt_ids: list[int],
-    sampling: SamplingParams,
+    prepared: Prepared,
+    side: Side | None,
+    copies: Copies | None,
     retry: Retry | None,
-    params: FieldNames,
     tools: ToolPlan | None = None,
 ) -> Job:
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Job(
         request_id=request.scope[REQUEST_UUID],
         tenant_id=caller.tenant_id,
@@ -362,11 +329,11 @@ def _job(
         model=model,
         endpoint=endpoint,
         is_stream=bool(body.stream),
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        stops=stops,
+        prompt_ids=prepared.prompt_ids,
+        sampling=prepared.sampling,
+        stops=prepared.stops,
         tools=tools,
-        params=params,
+        params=_params(body, max_tokens_field(body)),
         shows_stop=bool(body.include_stop_str_in_output),
         arrived_s=request.scope[ARRIVED_S],
         timeout_s=gateway.settings.request_timeout_s,
@@ -375,6 +342,8 @@ def _job(
         memory_weight=caller.memory_weight,
         max_adapters=caller.max_adapters,
         retry=retry,
+        side=side,
+        copies=copies,
     )
 
 
@@ -396,6 +365,8 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
         who = await find_caller(request, is_fresh=True)
         require_scope(who, "inference")
         await _find_model(gateway, who, job.model.public_name)
+        if not may_call(who, job.model):  # a rollout's other side may be of another adapter
+            raise unknown_model(job.model.public_name)
         request.scope[RATES] = gate
         return await claim_of(who, is_fresh=True)
 
@@ -449,20 +420,12 @@ async def run(
     num_top_logprobs: int | None,
 ) -> Response:
     """Run a checked request and answer it; raises what ends it before its first token."""
-    pump = gateway.pump(
-        job=job,
-        replica=gateway.router.choose(job.model.base_model, job.num_tokens),
-        owner=gateway.gateway_id,
-        sessions=gateway.sessions,
-        router=gateway.router,
-        retries=gateway.retries,
-        refusals=gateway.refusals,
-        spool=gateway.spool,
-        database_deadline_s=gateway.settings.database_deadline_s,
-        token_bytes=gateway.tokenizer.token_bytes,
+    builds = job.model.builds
+    pump = gateway.make_pump(
+        job,
+        gateway.router.choose(job.model.base_model, job.num_tokens, builds=builds),
         metrics=gateway.metrics,
-        failpoints=gateway.failpoints,
-        lease_s=gateway.settings.request_lease_s,
+        on_closed=gateway.copying.note,
         gate=gate,
     )
     gateway.pumps.start(pump)
@@ -472,10 +435,10 @@ async def run(
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
             raise first.error
-        fingerprint = pump.replica.record.model_fingerprint
+        fingerprint = pump.replica.fingerprint
         if isinstance(first, Started):
             fingerprint = first.model_fingerprint
-        revision = format_id("deployment_revision", job.model.revision_id)
+        revision = format_id("deployment_revision", job.model.revision.id)
         head = AnswerHead(
             request_id=job.request_id,
             created=int(time.time()),
@@ -486,7 +449,7 @@ async def run(
             num_choices=job.sampling.n,
         )
         answer = shape(head, gateway.tokenizer.token_bytes)
-        headers = {"x-loraplex-revision": revision}
+        headers = {"x-loraplex-revision": revision, **_side_headers(job.side)}
         if pump.clamped_max_tokens is not None:
             headers["x-loraplex-max-tokens"] = str(pump.clamped_max_tokens)
         if job.is_stream:
@@ -612,6 +575,16 @@ async def _keeping(
                     kept = Kept(HEADERS["content-type"], headers, b"".join(parts))
                     await retries.keep(retry.claim, job.request_id, kept)
             yield chunk
+
+
+def _side_headers(side: Side | None) -> dict[str, str]:
+    """Where the answer stands in a rollout: the tenant's own affair, and what its bug reports need."""
+    if side is None:
+        return {}
+    headers: dict[str, str] = {"x-loraplex-arm": side.arm}
+    if side.rollout_id is not None:
+        headers["x-loraplex-rollout"] = format_id("rollout", side.rollout_id)
+    return headers
 
 
 def _system_fingerprint(model_fingerprint: str, revision: str) -> str:

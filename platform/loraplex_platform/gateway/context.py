@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 from uuid import UUID
@@ -12,15 +13,19 @@ from fastapi import Depends, Request
 
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory
 from loraplex_platform.errors import InvalidApiKeyError
-from loraplex_platform.gateway.admissions import RATES, Admissions, RateView
+from loraplex_platform.gateway.admissions import RATES, Admissions, RateGate, RateView
+from loraplex_platform.gateway.books import Ending
+from loraplex_platform.gateway.copying import Copying
 from loraplex_platform.gateway.errors import AuthBackendUnavailableError, GatewayDrainingError
 from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.gateway.idempotency import Retries
+from loraplex_platform.gateway.job import Job
 from loraplex_platform.gateway.metrics import GatewayMetrics
 from loraplex_platform.gateway.middleware import REQUEST_UUID
+from loraplex_platform.gateway.preparation import Preparer
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
-from loraplex_platform.gateway.routing import RETRY_AFTER_S, Router
+from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.tokenization import BaseTokenizer
 from loraplex_platform.quotas.refusal_log import RefusalLog
@@ -50,11 +55,45 @@ class Gateway:
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For names the client
     failpoints: Failpoints = INERT
     pump: type[Pump] = Pump  # what runs a request; a profile's keeps no books
+    preparer: Preparer = field(init=False)
+    copying: Copying = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.preparer = Preparer(self.router, self.tokenizer, self.settings.default_max_tokens)
+        self.copying = Copying(self)
 
     def salt_of(self, tenant_id: UUID) -> bytes:
         """What keeps a tenant's cached blocks apart from everybody else's; clients never choose it."""
         key = self.settings.salt_key.get_secret_value().encode()
         return hmac.digest(key, tenant_id.bytes, "sha256")
+
+    def make_pump(
+        self,
+        job: Job,
+        replica: Replica,
+        *,
+        metrics: GatewayMetrics,
+        on_closed: Callable[[Pump, Ending], None],
+        gate: RateGate | None = None,
+    ) -> Pump:
+        """What runs a job, to be started."""
+        return self.pump(
+            job=job,
+            replica=replica,
+            owner=self.gateway_id,
+            sessions=self.sessions,
+            router=self.router,
+            retries=self.retries,
+            refusals=self.refusals,
+            spool=self.spool,
+            database_deadline_s=self.settings.database_deadline_s,
+            token_bytes=self.tokenizer.token_bytes,
+            metrics=metrics,
+            failpoints=self.failpoints,
+            lease_s=self.settings.request_lease_s,
+            gate=gate,
+            on_closed=on_closed,
+        )
 
     def draining_error(self) -> GatewayDrainingError:
         """What new requests hear while this process shuts down."""

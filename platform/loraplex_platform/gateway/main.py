@@ -2,7 +2,7 @@
 
 Draining: not ready, new requests get 503 with `Retry-After`, running ones get `drain_grace_s` to
 finish, then they are ended (their streams with an error frame) and settled. A second signal skips
-the grace.
+the grace. What rollouts want of answers is given up at once.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ async def _drain(gateway: Gateway, grace_s: float, hurrying: asyncio.Event) -> N
     """Let running requests finish while new ones hear 503; then end what is left."""
     gateway.is_draining = True
     log.info("gateway_draining", in_flight=gateway.pumps.num_live, grace_s=grace_s)
+    await gateway.copying.close()
     finishing = asyncio.create_task(gateway.pumps.wait(grace_s))
     hurry = asyncio.create_task(hurrying.wait())
     await asyncio.wait({finishing, hurry}, return_when=asyncio.FIRST_COMPLETED)

@@ -123,6 +123,25 @@ class GatewayMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.copies_taken = Counter(
+            "loraplex:gateway_rollout_copies_taken",
+            "Shadows and scores that were begun for rollouts.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.copies_dropped = Counter(
+            "loraplex:gateway_rollout_copies_dropped",
+            "Shadows and scores that were wanted and not begun: full (too many waited), busy (engines had"
+            " other requests waiting), no_engine, max_adapters (of the tenant); or given up: draining.",
+            ["kind", "reason"],
+            registry=self.registry,
+        )
+        self.copies_failed = Counter(
+            "loraplex:gateway_rollout_copies_failed",
+            "Shadows and scores that ended without a result, by error code.",
+            ["kind", "reason"],
+            registry=self.registry,
+        )
         self.settle_retries = Counter(
             "loraplex:gateway_settle_retries",
             "Settlements that had to be tried again because the database did not answer.",

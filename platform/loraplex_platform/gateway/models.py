@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from loraplex_platform.gateway import openapi, queries
-from loraplex_platform.gateway.completions import may_call, unknown_model
 from loraplex_platform.gateway.context import ConfirmedCaller, ThisGateway
 from loraplex_platform.gateway.openai_schemas import Model, ModelList, encode_json
+from loraplex_platform.gateway.revision_choice import may_call, unknown_model
 from loraplex_platform.tenancy.authentication import require_scope
 
 router = APIRouter(prefix="/v1", tags=["Models"])

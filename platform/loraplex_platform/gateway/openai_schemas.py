@@ -34,13 +34,14 @@ MAX_STOP_CHARS = 256
 MAX_COMPLETION_LOGPROBS = 5
 MAX_ALLOWED_TOKEN_IDS = 2**18  # no vocabulary that we serve has more
 MAX_MESSAGES = 2**14
+MAX_SUBJECT_CHARS = 512  # OpenAI's bound on a value of `metadata`
 MAX_CONTENT_PARTS = 2**12
 MAX_BAD_WORDS = protocol.MAX_BAD_WORDS // 2  # each is banned with and without a space before it
 
-_Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
-_TopP = Annotated[float, Meta(gt=0, le=1)]
-_TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="Extra: 0 and -1 switch it off.")]
-_MinP = Annotated[
+Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="Extra: 0 and -1 switch it off.")]
+MinP = Annotated[
     float,
     Meta(
         ge=0,
@@ -48,8 +49,8 @@ _MinP = Annotated[
         description="Extra: tokens less likely than this times the most likely one are dropped.",
     ),
 ]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_RepetitionPenalty = Annotated[
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[
     float,
     Meta(ge=0.01, le=100, description="Extra: over prompt and output; 1 switches it off."),
 ]
@@ -83,9 +84,29 @@ _BadWords = Annotated[
 ]
 _N = Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="Choices, each of its own draw.")]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-_Stop = _StopText | Annotated[list[_StopText], Meta(max_length=MAX_STOPS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_SubjectText = Annotated[str, Meta(max_length=MAX_SUBJECT_CHARS)]
+_User = Annotated[
+    _SubjectText,
+    Meta(
+        description="Who asks. In a rollout that goes by user, a user's answers come from one side."
+    ),
+]
+_SafetyIdentifier = Annotated[
+    _SubjectText,
+    Meta(description="OpenAI's newer name of `user`; where both are sent, this counts."),
+]
+_Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], _SubjectText],
+    Meta(
+        max_length=16,
+        description="`conversation_id` names the conversation. In a rollout that goes by conversation, all"
+        " requests of one get their answers from one side; without it the first user message and the first"
+        " system message before it tell conversations apart. Nothing else is read, and nothing is kept.",
+    ),
+]
+_Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 _Model = Annotated[str, Meta(min_length=1, max_length=256)]
 
 # ---------------------------------------------------------------------------- requests
@@ -123,20 +144,20 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     """What both endpoints take: OpenAI's names, and vLLM's for what OpenAI lacks ("Extra")."""
 
     model: _Model
-    max_tokens: _MaxTokens | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     n: _N | None = None
     seed: _Seed | None = None
     stop: _Stop | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: _LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: _TopK | None = None
-    min_p: _MinP | None = None
-    repetition_penalty: _RepetitionPenalty | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: _MinTokens | None = None
     stop_token_ids: _StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -144,19 +165,22 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     bad_words: _BadWords | None = None
     allowed_token_ids: _AllowedTokenIds | None = None
     structured_outputs: StructuredOutputs | None = None
+    user: _User | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: _MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    metadata: _Metadata | None = None
+    safety_identifier: _SafetyIdentifier | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):

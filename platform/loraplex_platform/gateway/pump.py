@@ -14,6 +14,9 @@ one of these closes the books:
 | refused by the engine, gone before dispatch, or not the first with its Idempotency-Key | void |
 | lease lost (the sweeper took over) | none here: the sweeper settles, and the tenant pays nothing |
 
+A rollout's shadow (`copying.py`) is run by the same rules, so that it ends as its original would, but for a
+tenant who pays for none of it.
+
 Where Postgres does not take the ending it goes to the spool (`spool.py`), before the client hears of it.
 So whoever has heard the end of an answer pays for it, and nobody hears more of one whose lease we know
 to be lost: a process that stood still asks before it goes on.
@@ -25,6 +28,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +40,7 @@ from loraplex_platform.db.deadline import within
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import OverloadedError, PlatformError, UnavailableError
 from loraplex_platform.gateway.admissions import RateGate
-from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Closed, Ending
+from loraplex_platform.gateway.books import ANSWER_WAIT_S, Books, Closed, Ending, Pace
 from loraplex_platform.gateway.choice import Choice
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.detokenizer import TokenBytes
@@ -63,6 +67,7 @@ from loraplex_platform.gateway.openai_schemas import FinishReasonText, UsageRepo
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.text_stream import TextPiece
+from loraplex_platform.gateway.token_times import TokenTimes
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage, Outcome, Source
 from loraplex_platform.metering.records import LEASE_S, Renewal, Reservation
@@ -94,6 +99,8 @@ class Pump:
     failpoints: Failpoints = INERT
     lease_s: float = LEASE_S
     gate: RateGate | None = None  # None: no limits, as in a profile
+    # Told once the books are closed by us: what is done with an answer after its client has it.
+    on_closed: Callable[[Pump, Ending], None] | None = None
     events: EventQueue[PumpEvent] = field(default_factory=EventQueue)
     lease_token: int | None = None
     clamped_max_tokens: int | None = (
@@ -101,6 +108,8 @@ class Pump:
     )
     is_over: bool = False
     _choices: list[Choice] = field(init=False)
+    _times: TokenTimes = field(default_factory=TokenTimes, init=False)  # of the first choice
+    _kept_ids: list[int] | None = field(default=None, init=False)  # of the first choice
     _first_token_s: float | None = field(default=None, init=False)
     _stream: EngineStream | None = field(default=None, init=False)
     _lease_ends_s: float = field(default=0.0, init=False)  # monotonic
@@ -116,6 +125,8 @@ class Pump:
 
     def __post_init__(self) -> None:
         self._choices = [Choice.of(self.job, self.token_bytes) for _ in range(self.job.sampling.n)]
+        if self.job.copies is not None and self.job.copies.is_scored:
+            self._kept_ids = []
 
     # ------------------------------------------------------------------ the listener's side
 
@@ -158,6 +169,13 @@ class Pump:
         now_s = time.monotonic()
         if self._is_dispatched and now_s < self._lease_ends_s:
             self._lease_ends_s = now_s + self.lease_s
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """Tokens of the first choice, with the one that ended it and none past a stop string; kept only for
+        answers that are to be scored.
+        """
+        return (self._kept_ids or [])[: self._choices[0].num_kept]
 
     @property
     def renewal(self) -> Renewal | None:
@@ -217,6 +235,7 @@ class Pump:
 
     async def _reserve(self) -> None:
         job = self.job
+        side = job.side
         self.failpoints.hit("before_tx1")
         self.failpoints.hit("inside_tx1")
         reserving = metering.reserve(
@@ -235,11 +254,18 @@ class Pump:
                 is_stream=job.is_stream,
                 has_stop_strings=bool(job.stops or (job.tools and job.tools.ends_after_call)),
                 deployment_id=job.model.deployment_id,
-                revision_id=job.model.revision_id,
-                adapter_version_id=job.model.adapter_version_id,
+                revision_id=job.model.revision.id,
+                adapter_version_id=job.model.revision.adapter_version_id,
                 replica_id=self.replica.record.replica_id,
                 attempt=_ATTEMPT,
+                kind=job.kind,
                 lease_s=self.lease_s,
+                rollout_id=None if side is None else side.rollout_id,
+                rollout_step=None if side is None else side.step,
+                arm=None if side is None else side.arm,
+                subject_key=None if side is None else side.subject_key,
+                shadow_of=job.shadow_of,
+                sampling=job.sampling_record,
             ),
         )
         self._lease_ends_s = time.monotonic() + self.lease_s  # or later: it begins in the database
@@ -330,8 +356,9 @@ class Pump:
     async def _reroute(self, refused_by: set[str]) -> bool:
         """Choose another replica and note it, so that the sweeper would ask the right one."""
         try:
+            model = self.job.model
             self.replica = self.router.choose(
-                self.job.model.base_model, self.job.num_tokens, refused_by
+                model.base_model, self.job.num_tokens, refused_by, builds=model.builds
             )
             return await metering.assign(
                 self.sessions,
@@ -354,7 +381,7 @@ class Pump:
             tenant_salt=job.tenant_salt,
             prompt_token_ids=job.prompt_ids,
             sampling=job.sampling,
-            adapter_digest=job.model.adapter_digest,
+            adapter_digest=job.model.revision.adapter_digest,
             priority=job.priority,
             weight=job.weight,
             memory_weight=job.memory_weight,
@@ -395,7 +422,9 @@ class Pump:
         choice = self._choices[event.index]
         self.failpoints.hit("mid_stream" if event.usage is None else "before_terminal")
         if event.token_ids:
-            self._note_times(choice, len(event.token_ids))
+            self._note_times(choice, event.index, len(event.token_ids))
+            if self._kept_ids is not None and event.index == 0:
+                self._kept_ids += event.token_ids
             self._release(event.index, choice.take(event))
         if choice.text.is_stopped:
             self._end_choice(event.index, "stop")
@@ -518,20 +547,28 @@ class Pump:
             return
         job = self.job
         books = Books(
-            job.request_id, self.owner, job.arrived_s, self.sessions, self.metrics, self.spool
+            job.request_id,
+            job.kind,
+            self.owner,
+            job.arrived_s,
+            self.sessions,
+            self.metrics,
+            self.spool,
+        )
+        pace = Pace(
+            self._first_token_s, self.replica.fingerprint, self._times.mean_ms, self._times.p95_ms
         )
         self.failpoints.hit("before_tx2")
         self.failpoints.hit("inside_tx2")
-        closing = asyncio.create_task(
-            books.close(ending, self.lease_token or 0, self._first_token_s)
-        )
+        closing = asyncio.create_task(books.close(ending, self.lease_token or 0, pace))
         # A client that asks again as soon as it has its answer must find its place free.
         await self._leave(_use_of(ending))
         await asyncio.wait({closing}, timeout=ANSWER_WAIT_S)
         self.failpoints.hit("after_tx2")
         is_ours = await self._is_ours(closing.result() if closing.done() else None)
         self._tell_end(ending.event if is_ours else _unless_finished(ending.event))
-        await closing
+        if await closing != "overtaken" and self.on_closed is not None:
+            self.on_closed(self, ending)
 
     def _tell_end(self, event: Finished | Failed) -> None:
         """The last thing that the listener hears."""
@@ -584,19 +621,19 @@ class Pump:
             choice.has_aborted = True
             self.replica.client.abort(str(self.job.request_id), _ATTEMPT, as_stop=True, index=index)
 
-    def _note_times(self, choice: Choice, num_tokens: int) -> None:
+    def _note_times(self, choice: Choice, index: int, num_tokens: int) -> None:
         now_s = time.monotonic()
         if self._first_token_s is None:
             self._first_token_s = now_s
             histogram = self.metrics.time_to_first_token.labels(self.job.endpoint)
             histogram.observe(now_s - self.job.arrived_s)
-            welcome = self.replica.client.welcome
-            fingerprint = self.replica.record.model_fingerprint
             self.failpoints.hit("after_first_token")
-            self._tell(Started(fingerprint if welcome is None else welcome.model_fingerprint))
+            self._tell(Started(self.replica.fingerprint))
         if choice.last_token_s is not None:
             gap_s = (now_s - choice.last_token_s) / num_tokens
             self.metrics.inter_token_latency.observe(self.job.endpoint, gap_s, num_tokens)
+            if index == 0:
+                self._times.note(gap_s, num_tokens)
         choice.last_token_s = now_s
 
 

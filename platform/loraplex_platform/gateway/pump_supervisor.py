@@ -54,11 +54,12 @@ class PumpSupervisor:
         """Pumps that have not ended."""
         return list(self._tasks.values())
 
-    def start(self, pump: Pump) -> None:
-        """Run a pump to its end."""
+    def start(self, pump: Pump) -> asyncio.Task[None]:
+        """Run a pump to its end, with which the task ends. Whoever waits for it must not cancel it."""
         task = asyncio.create_task(pump.run(), name=f"pump {pump.job.request_id}")
         self._tasks[task] = pump
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
 
     async def renew_forever(self) -> None:
         """Extend the leases of all pumps every few seconds; stop those that lost theirs."""

@@ -40,22 +40,15 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_text_map(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-
-
 def _never(_: object) -> bool:
     return False
 
 
 # Values that change nothing; null is one for every field.
-_NEUTRAL_IN_BOTH: Final[dict[str, Callable[[Any], bool]]] = {"user": _is_text}
 _NEUTRAL_IN_CHAT: Final[_Rules] = {
-    **_NEUTRAL_IN_BOTH,
     "audio": _never,
     "function_call": _one_of("none"),
     "functions": _is_empty,
-    "metadata": _is_text_map,
     "modalities": _one_of(["text"]),
     "moderation": _never,
     "prediction": _never,
@@ -63,14 +56,12 @@ _NEUTRAL_IN_CHAT: Final[_Rules] = {
     "prompt_cache_options": _never,
     "prompt_cache_retention": _one_of("in_memory"),
     "reasoning_effort": _one_of("none"),
-    "safety_identifier": _is_text,
     "service_tier": _one_of("auto", "default"),
     "store": _one_of(False),
     "verbosity": _one_of("medium"),
     "web_search_options": _never,
 }
 _NEUTRAL_IN_COMPLETIONS: Final[_Rules] = {
-    **_NEUTRAL_IN_BOTH,
     "echo": _one_of(False),
     "suffix": _is_empty,
 }

@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from loraplex_platform.errors import EngineUnavailableError
 from loraplex_platform.gateway import queries
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
 from loraplex_platform.gateway.crash_log import log_crash
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,12 @@ class Replica:
         """Most tokens, prompt and completion together."""
         welcome = self.client.welcome
         return self.record.max_model_len if welcome is None else welcome.max_model_len
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its build: what exactly computes there."""
+        welcome = self.client.welcome
+        return self.record.model_fingerprint if welcome is None else welcome.model_fingerprint
 
 
 class Router:
@@ -119,22 +126,33 @@ class Router:
         """Replicas that take requests now."""
         return sum(replica.is_ready for replica in self._replicas.values())
 
-    def max_model_len(self, base_model: str, default: int) -> int:
-        """The longest context that any connected replica of this base serves; at most `default`."""
+    def max_model_len(self, base_model: str, default: int, builds: BuildRule = ANY_BUILD) -> int:
+        """The longest context that any connected replica of this base and these builds serves; at most
+        `default`.
+        """
         lengths = [
             replica.max_model_len
             for replica in self._replicas.values()
             if replica.record.base_model == base_model
+            and builds.allows(replica.fingerprint)
             and replica.client.welcome is not None
             and replica.max_model_len > 0  # 0: it listens, but its model is still loading
         ]
         return min(default, max(lengths, default=default))
 
-    def choose(self, base_model: str, num_tokens: int, exclude: Collection[str] = ()) -> Replica:
+    def choose(
+        self,
+        base_model: str,
+        num_tokens: int,
+        exclude: Collection[str] = (),
+        *,
+        builds: BuildRule = ANY_BUILD,
+    ) -> Replica:
         """The least busy ready replica whose context holds `num_tokens`.
 
         Args:
             exclude: replica ids that have refused this request already.
+            builds: which engine builds may run it.
 
         Raises:
             EngineUnavailableError: there is none.
@@ -146,12 +164,16 @@ class Router:
             and replica.record.base_model == base_model
             and replica.max_model_len >= num_tokens
             and replica.record.replica_id not in exclude
+            and builds.allows(replica.fingerprint)
         ]
         if not candidates:
             raise EngineUnavailableError(
-                f"No engine for {base_model} is ready; try again in a few seconds.",
-                retry_after_s=RETRY_AFTER_S,
+                builds.unavailable(base_model), retry_after_s=RETRY_AFTER_S
             )
+        if builds.rather_not:
+            candidates = [
+                replica for replica in candidates if replica.fingerprint not in builds.rather_not
+            ] or candidates
         # Ties are broken at random: gateways that start together must not all pick the same one.
         return min(candidates, key=lambda r: (r.client.num_in_flight, random.random()))  # noqa: S311 - no secret
 

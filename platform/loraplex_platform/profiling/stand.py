@@ -49,7 +49,7 @@ from loraplex_platform.gateway.middleware import (
 )
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
-from loraplex_platform.gateway.queries import ServedModel
+from loraplex_platform.gateway.queries import Revision, ServedModel
 from loraplex_platform.gateway.routing import Replica, Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 from loraplex_platform.local.errors import LocalModeError
@@ -129,9 +129,16 @@ class _OneReplica:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    def choose(self, base_model: str, num_tokens: int, refused_by: object = ()) -> Replica:
+    def choose(
+        self,
+        base_model: str,
+        num_tokens: int,
+        refused_by: object = (),
+        *,
+        builds: object = None,
+    ) -> Replica:
         """The one there is."""
-        del base_model, num_tokens, refused_by
+        del base_model, num_tokens, refused_by, builds
         return self._replica
 
 
@@ -332,13 +339,15 @@ def _app(gateway: Gateway) -> RequestContext:
                 public_name="profile",
                 base_model="profile",
                 deployment_id=_NOBODY,
-                revision_id=_NOBODY,
-                adapter_version_id=None,
-                adapter_digest=None,
                 created_at=datetime.now(UTC),
                 owner="profile",
-                base_model_id=_NOBODY,
-                adapter_id=None,
+                revision=Revision(
+                    id=_NOBODY,
+                    base_model_id=_NOBODY,
+                    adapter_version_id=None,
+                    adapter_digest=None,
+                    adapter_id=None,
+                ),
             ),
             endpoint="chat.completions",
             is_stream=True,

@@ -113,10 +113,10 @@ async def test_the_gateway_sees_what_was_deployed_and_the_base(stand: Stand) -> 
     base = await find_model(stand.db.sessions, other_uuid, BASE, BASE)
 
     assert mine is not None
-    assert mine.adapter_digest == deployed["revision"]["digest"]
+    assert mine.revision.adapter_digest == deployed["revision"]["digest"]
     assert theirs is None
     assert base is not None
-    assert base.adapter_digest is None
+    assert base.revision.adapter_digest is None
 
 
 async def test_names_have_a_form_and_the_bases_is_taken(stand: Stand) -> None:

@@ -176,12 +176,13 @@ class Stand:
         return request, attempt, entry
 
     async def settled(self) -> None:
-        """Wait until no request is being answered and no pump runs."""
+        """Wait until no request is being answered, no pump runs and no rollout wants anything more."""
         registry = self.gateway.metrics.registry
 
         def is_idle() -> bool:
             is_quiet = registry.get_sample_value("loraplex:gateway_http_in_flight") == 0
-            return is_quiet and self.gateway.pumps.num_live == 0
+            is_done = self.gateway.copying.num_pending == 0
+            return is_quiet and is_done and self.gateway.pumps.num_live == 0
 
         await eventually(is_idle, "everything ended")
 

@@ -12,7 +12,7 @@ from uuid import UUID
 import openai
 import pytest
 from loraplex_engine.protocol import TokenLogprobs
-from loraplex_platform.gateway import completions
+from loraplex_platform.gateway import completions, preparation
 from loraplex_platform.gateway.answers import AnswerHead, ChatAnswer, CompletionAnswer, WholeChoice
 from loraplex_platform.gateway.openai_schemas import UsageReport
 from loraplex_platform.gateway.structured_schemas import FunctionDefinition, Tool
@@ -100,7 +100,7 @@ async def test_whitespace_to_the_end_of_the_context_is_cheap_to_read_for_calls()
 async def test_more_log_probabilities_than_an_answer_may_hold_are_refused_by_name(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "MAX_LOGPROB_VALUES", 2 * 10 * 6)
+    monkeypatch.setattr(preparation, "MAX_LOGPROB_VALUES", 2 * 10 * 6)
     chat: dict[str, Any] = {"model": BASE, "messages": [{"role": "user", "content": "x"}]}
     chat |= {"n": 2, "max_tokens": 10, "logprobs": True}
     text: dict[str, Any] = {"model": BASE, "prompt": "x", "n": 2, "max_tokens": 10}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,29 +15,18 @@ import httpx
 from loraplex_platform.db.session import open_database
 
 from tests.platform.gateway import tiny_model
+from tests.platform.gateway.gateway_process import gateway_process
 from tests.platform.gateway.stand import (
     BASE,
     add_base,
     announce,
     check_invariants,
     deploy,
-    eventually,
     says,
 )
 from tests.support.fake_engine import FakeEngine
-from tests.support.metering import PEPPER, Customer, add_customer
+from tests.support.metering import Customer, add_customer
 from tests.support.postgres import database_settings, serving_url
-
-_RUN = """
-import sys
-from pathlib import Path
-from loraplex_platform.gateway.main import run
-from loraplex_platform.settings import GatewaySettings
-code = run(GatewaySettings(), port_file=Path(sys.argv[1]))
-heavy = sorted({"torch", "transformers", "peft", "numpy.testing"} & set(sys.modules))
-print("modules", heavy, flush=True)
-sys.exit(code)
-"""
 
 
 @dataclass
@@ -54,7 +42,6 @@ class _Process:
 async def _running(
     db_url: str, redis_url: str, folder: Path, *, drain_grace_s: float
 ) -> AsyncIterator[_Process]:
-    port_file = folder / "port"
     async with (
         open_database(database_settings(serving_url(db_url))) as db,
         FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400) as engine,
@@ -62,37 +49,10 @@ async def _running(
         customer = await add_customer(db)
         await deploy(db, await add_base(db), None, BASE)
         announce(redis_url, engine)
-        environment = os.environ | {
-            "LORAPLEX_DATABASE_URL": serving_url(db_url),
-            "LORAPLEX_REDIS_URL": redis_url,
-            "LORAPLEX_MODEL_DIR": str(tiny_model.write(folder / "model")),
-            "LORAPLEX_BASE_MODEL": BASE,
-            "LORAPLEX_KEY_PEPPER": PEPPER.get_secret_value(),
-            "LORAPLEX_SALT_KEY": "salt-for-tests-0123456789abcdefghij",
-            "LORAPLEX_GATEWAY_PORT": "0",
-            "LORAPLEX_DRAIN_GRACE_S": str(drain_grace_s),
-        }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _RUN, str(port_file), env=environment,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            # A cold start on a busy machine takes its time.
-            await eventually(port_file.exists, "the port file", deadline_s=60)
-            url = f"http://127.0.0.1:{int(port_file.read_text())}"
-            await eventually(lambda: _engines_ready(url), "an engine seen by the process")
-            yield _Process(url, process.pid, process, engine, customer)
+        starting = gateway_process(db_url, redis_url, folder / "gw", drain_grace_s=drain_grace_s)
+        async with starting as gateway:
+            yield _Process(gateway.url, gateway.pid, gateway.process, engine, customer)
             await check_invariants(db, engine)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-
-
-async def _engines_ready(url: str) -> bool:
-    async with httpx.AsyncClient() as client:
-        answer = await client.get(f"{url}/ready")
-    return answer.status_code == 200 and answer.json()["engines_ready"] == 1
 
 
 async def _frames(process: _Process, body: dict[str, object]) -> AsyncIterator[str]:

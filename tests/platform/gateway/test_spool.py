@@ -56,6 +56,14 @@ async def reserved(db: Database, customer: Customer, **changes: Any) -> UUID:
     return mine.request_id
 
 
+def leave_behind(folder: Path, payload: bytes) -> None:
+    """As a gateway that is gone."""
+    folder.mkdir()
+    file = SpoolFile.create(folder)
+    file.append([payload], 1 << 16)
+    file.close()
+
+
 def files(folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(folder.glob(pattern))
 
@@ -138,6 +146,29 @@ def test_garbage_is_no_record(folder: Path) -> None:
         assert adopted[1] == [b"one"]
         adopted[0].close()
         file.path.write_bytes(whole)
+
+
+async def test_a_record_of_the_release_before_rollouts_is_still_read(
+    folder: Path, db: Database
+) -> None:
+    """It says nothing of fingerprints and paces; one of now does, and they reach the books."""
+    customer = await add_customer(db)
+    old, new = [await reserved(db, customer) for _ in range(2)]
+    record = msgspec.to_builtins(SpoolRecord(settlement=settlement(old)))
+    for name in ("fingerprint", "itl_mean_ms", "itl_p95_ms"):
+        del record["settlement"][name]
+    leave_behind(folder, msgspec.msgpack.encode(record))
+
+    async with make_spool(folder, db) as spool:
+        paced = settlement(new, fingerprint="sha256:f", itl_mean_ms=1.5, itl_p95_ms=2.25)
+        await spool.put(SpoolRecord(settlement=paced))
+        await spool._adopt()
+        await spool.replay_once()
+
+    assert [(await rows_of(db, id_))[0].state for id_ in (old, new)] == ["settled"] * 2
+    before, now = [(await rows_of(db, id_))[0] for id_ in (old, new)]
+    assert (before.fingerprint, before.itl_mean_ms, before.itl_p95_ms) == (None, None, None)
+    assert (now.fingerprint, now.itl_mean_ms, now.itl_p95_ms) == ("sha256:f", 1.5, 2.25)
 
 
 def test_a_record_that_a_disk_has_spoilt_costs_that_one_alone(folder: Path) -> None:
