@@ -27,6 +27,7 @@ from loraplex_platform.erasure.routes import router as erasure_router
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.evals.routes import routers as eval_routers
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.fleet.residency_routes import router as residency_router
 from loraplex_platform.fleet.routes import router as fleet_router
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
@@ -38,6 +39,8 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.quotas import routes as quotas
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry import alias_routes as aliases
+from loraplex_platform.registry import deployment_routes as deployments
 from loraplex_platform.registry import import_routes as imports
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
@@ -135,7 +138,12 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         uploads.bytes_router,
         imports.router,
         imports.jobs_router,
-        registry.deployments_router,
+        registry.builds_router,
+        aliases.router,
+        aliases.versions_router,
+        deployments.router,
+        deployments.platform_router,
+        deployments.pins_router,
         quotas.router,
         quotas.scheduling_router,
         quotas.explain_router,
@@ -149,6 +157,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         webhooks.platform_router,
         *eval_routers,
         fleet_router,
+        residency_router,
         users.router,
         users.login_router,
         users.sessions_router,

@@ -92,6 +92,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("invariant.write", "platform"),
         Action("retention.read", "platform"),
         Action("retention.write", "platform"),
+        Action("platform_deployment.read", "platform"),
+        Action("platform_deployment.write", "platform"),
         Action("platform_eval.read", "platform"),
         Action("platform_eval.write", "platform"),
         Action("platform_webhook.read", "platform"),

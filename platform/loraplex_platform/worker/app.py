@@ -29,6 +29,8 @@ from loraplex_platform.quotas import queries as quotas
 from loraplex_platform.rates.invariant import checks_of_redis
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry.builds import BuildKeeper
+from loraplex_platform.registry.pins import PinWatch
 from loraplex_platform.retention import service as retention
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.webhooks.addresses import AddressRules, OwnerRules, parse_trusted
@@ -39,11 +41,14 @@ from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
 from loraplex_platform.worker.journals import JournalPuller
 from loraplex_platform.worker.loops import Loop, LoopMetrics
+from loraplex_platform.worker.residency import Residency
 from loraplex_platform.worker.sweeper import Sweeper
 
 log = structlog.get_logger(__name__)
 
 MIRROR_INTERVAL_S = 2.0
+RESIDENCY_INTERVAL_S = 2.0
+PIN_INTERVAL_S = 10.0
 KEY_USE_INTERVAL_S = 15.0
 KEY_USE_WINDOW = timedelta(minutes=10)
 PARTITION_INTERVAL_S = 3600.0
@@ -255,6 +260,12 @@ def _loops(
         grace_s=settings.lease_grace_s,
         replica_lost_after_s=settings.replica_lost_after_s,
     )
+    builds = BuildKeeper(sessions)
+    residency = Residency(sessions, engines, registry)
+    pins_told = Counter(
+        "loraplex:pins_told", "Ends of pins that were told of.", ["what"], registry=registry
+    )
+    pins = PinWatch(sessions, on_told=lambda what: pins_told.labels(what).inc())
     puller = JournalPuller(sessions, engines, on_skipped=skipped.inc)
 
     async def sweep() -> None:
@@ -265,9 +276,11 @@ def _loops(
         landed.inc(await puller.pull_once())
 
     async def mirror() -> None:
-        for replica in engines.all():
+        replicas = engines.all()
+        for replica in replicas:
             async with database.transaction() as session:
                 await queries.mirror_replica(session, replica.replica_id, replica.record)
+        await builds.note(replica.record for replica in replicas)
 
     async def note_key_use() -> None:
         since = datetime.now(UTC) - KEY_USE_WINDOW
@@ -292,6 +305,8 @@ def _loops(
         Loop("sweeper", settings.sweep_interval_s, sweep, metrics),
         Loop("journals", settings.journal_interval_s, pull, metrics),
         Loop("mirror", MIRROR_INTERVAL_S, mirror, metrics),
+        Loop("residency", RESIDENCY_INTERVAL_S, residency.converge_once, metrics),
+        Loop("pins", PIN_INTERVAL_S, pins.run_once, metrics),
         Loop("key_use", KEY_USE_INTERVAL_S, note_key_use, metrics),
         Loop("partitions", PARTITION_INTERVAL_S, make_partitions, metrics),
         Loop("quota_purge", PURGE_INTERVAL_S, purge_quotas, metrics),

@@ -227,9 +227,30 @@ async def _models(walk: Walk) -> None:
         f"{TENANT}/adapters/import",
         json={"name": "fetched", "source": "file:///nowhere/x"},
     )
-    await walk.step("PUT", f"{TENANT}/deployments/{{name}}", json={"version_id": version["id"]})
-    await walk.step("PUT", "/admin/v1/fleet/pins/{digest}")
-    await walk.step("DELETE", "/admin/v1/fleet/pins/{digest}")
+    walk.ids |= {"adapter_id": version["adapter_id"], "version_id": version["id"]}
+    alias = f"{TENANT}/adapters/{{adapter_id}}/aliases/{{alias}}"
+    walk.ids["alias"] = "production"
+    await walk.step("PUT", alias, json={"version_id": version["id"]})
+    await walk.step("DELETE", alias)
+    residency = "/admin/v1/fleet/residency/{version_id}"
+    await walk.step("PUT", residency, json={"reason": "launch"})
+    await walk.step("DELETE", residency)
+    one = f"{TENANT}/adapters/{{adapter_id}}/versions/{{version_id}}"
+    await walk.step("POST", f"{one}/retire")
+    await walk.step("POST", f"{one}/unretire")
+    warm = {"sampling": {"temperature": 1.5}}
+    for path, name, version_id in (
+        ("/admin/v1/deployments/{name}", stands.BASE, None),
+        (f"{TENANT}/deployments/{{name}}", "capitals", version["id"]),
+    ):
+        walk.ids["name"] = name
+        new = {"version_id": version_id, "params": warm}
+        await walk.step("PUT", path, json=new)
+        new = {"version_id": version_id, "params": {"system_prompt": "Be brief."}}
+        await walk.step("POST", f"{path}/revisions", json=new, keep="revision_id")
+    pin = {"revision_id": walk.ids["revision_id"], "reason": "audit"}
+    await walk.step("PUT", f"{TENANT}/deployments/{{name}}/pin", json=pin)
+    await walk.step("DELETE", f"{TENANT}/deployments/{{name}}/pin")
 
 
 async def _limits(walk: Walk) -> None:
