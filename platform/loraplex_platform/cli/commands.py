@@ -24,6 +24,7 @@ from loraplex_platform.cli import (
     process_commands,
     reconcile_commands,
     retention_commands,
+    rollout_commands,
     tenant_commands,
     user_commands,
     webhook_commands,
@@ -53,6 +54,7 @@ app.add_typer(deployment_commands.aliases, name="aliases")
 app.add_typer(deployment_commands.pins, name="pins")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(eval_commands.app, name="eval")
+app.add_typer(rollout_commands.app, name="rollouts")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(tenant_commands.projects, name="projects")
 app.add_typer(member_commands.app, name="members")

@@ -29,6 +29,7 @@ from loraplex_platform.evals.routes import routers as eval_routers
 from loraplex_platform.fleet.engines import EngineFleet
 from loraplex_platform.fleet.residency_routes import router as residency_router
 from loraplex_platform.fleet.routes import router as fleet_router
+from loraplex_platform.gateway.failpoints import CONTROL_POINTS, Failpoints
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
 from loraplex_platform.members import routes as members
@@ -60,6 +61,7 @@ from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
 from loraplex_platform.retention.routes import router as retention_router
+from loraplex_platform.rollouts.routes import routers as rollout_routers
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy import key_routes as keys
 from loraplex_platform.tenancy import routes as tenancy
@@ -156,6 +158,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         webhooks.tenant_router,
         webhooks.platform_router,
         *eval_routers,
+        *rollout_routers,
         fleet_router,
         residency_router,
         users.router,
@@ -261,6 +264,7 @@ async def _open(
         oidc=_oidc(settings, client),
         webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
         webhook_rules=OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks))),
+        failpoints=Failpoints(settings.failpoint or "", CONTROL_POINTS),
     )
 
 

@@ -67,6 +67,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("playground.use", "tenant", _BUILDERS),
         Action("eval.read", "tenant", _EVERYONE),
         Action("eval.write", "tenant", _BUILDERS),
+        Action("rollout.read", "tenant", _EVERYONE),
+        Action("rollout.write", "tenant", _BUILDERS),
         Action("request.read", "tenant", _EVERYONE),
         Action("limit.read", "tenant", _EVERYONE),
         Action("usage.read", "tenant", _EVERYONE),
@@ -96,6 +98,8 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("platform_deployment.write", "platform"),
         Action("platform_eval.read", "platform"),
         Action("platform_eval.write", "platform"),
+        Action("platform_rollout.read", "platform"),
+        Action("platform_rollout.write", "platform"),
         Action("platform_webhook.read", "platform"),
         Action("platform_webhook.write", "platform"),
         # One's own login.

@@ -112,7 +112,19 @@ def mutating_routes(stand: Stand) -> set[tuple[str, str]]:
 
 async def test_every_change_is_audited(stand: Stand, db_url: str) -> None:
     walk = Walk(stand, db_url)
-    for part in (_tenants, _people, _models, _limits, _money, _webhooks, _evals, _operation, _ends):
+    parts = (
+        _tenants,
+        _people,
+        _models,
+        _limits,
+        _money,
+        _webhooks,
+        _evals,
+        _rollouts,
+        _operation,
+        _ends,
+    )
+    for part in parts:
         await part(walk)
 
     assert walk.silent == [], "changed something and left no audit row"
@@ -362,6 +374,30 @@ async def _evals(walk: Walk) -> None:
     await walk.step("PATCH", one, json={"is_enabled": False})
     await walk.step("DELETE", one)
     await walk.step("DELETE", f"{TENANT}/eval-suites/{{suite_id}}")
+
+
+async def _rollouts(walk: Walk) -> None:
+    path = walk.ids["tenant_id"]
+    deployments = f"/admin/v1/tenants/{path}/deployments"
+    await walk.stand.admin.put(f"{deployments}/capitals", json={"version_id": None})
+    with psycopg.connect(walk.db_url) as connection:
+        # The platform's own deployment has a second revision, of other parameters.
+        connection.execute(
+            "insert into deployment_revisions (id, deployment_id, number, base_model_id, params, sha256)"
+            " select gen_random_uuid(), deployment_id, 2, base_model_id, '{\"sampling\": {}}', 'x'"
+            " from deployment_revisions where tenant_id is null and number = 1"
+        )
+    for where, body in (
+        (f"{TENANT}/rollouts", {"deployment": "capitals", "canary": 1}),
+        ("/admin/v1/rollouts", {"deployment": stands.BASE}),
+    ):
+        one = f"{where}/{{rollout_id}}"
+        await walk.step("POST", where, json=body, keep="rollout_id")
+        await walk.step("PATCH", one, json={"sticky_by": "user"})
+        for verb in ("start", "pause", "resume", "promote", "rollback"):
+            await walk.step("POST", f"{one}/{verb}")
+        await walk.step("POST", where, json=body, keep="rollout_id")
+        await walk.step("POST", f"{one}/abort", json={"reason": "enough"})
 
 
 async def _operation(walk: Walk) -> None:

@@ -106,6 +106,11 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("GET", "/admin/v1/tenants/{tenant_id}/eval-trace"): {
         "params": {"start_time": "0", "end_time": "60"}
     },
+    ("POST", "/admin/v1/rollouts"): {"json": {"deployment": "tiny-base"}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/rollouts"): {"json": {"deployment": "nobody-{n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/rollouts/{rollout_id}"): {
+        "json": {"sticky_by": "user"}
+    },
     ("GET", "/admin/v1/tenants/{tenant_id}/eval-series"): {
         "params": {"suite_id": f"evs_{'0' * 32}"}
     },
@@ -223,6 +228,9 @@ async def make_side(stand: Stand, slug: str) -> Side:
     assert pinned.status_code == 200, pinned.text
     aim = {"suite_id": side.ids["suite_id"], "deployment": f"{slug}-model"}
     side.ids["run_id"] = await made("eval-runs", aim)
+    again = await stand.admin.put(f"{path}/deployments/{slug}-model", json={"version_id": None})
+    assert again.status_code == 200, again.text
+    side.ids["rollout_id"] = await made("rollouts", {"deployment": f"{slug}-model", "canary": 1})
     side.ids["schedule_id"] = await made(
         "eval-schedules", {**aim, "name": "nightly", "every_hours": 24}
     )
