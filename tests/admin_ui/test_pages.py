@@ -9,7 +9,7 @@ import pytest
 from loraplex_admin.access import Access
 from loraplex_admin.api import Api
 
-from tests.admin_ui.driver import checked, open_page, table, words
+from tests.admin_ui.driver import checked, confirm, open_page, table, words
 from tests.admin_ui.stand import ADAPTER_ANSWER, BASE_ANSWER, Stand
 from tests.platform.control.stand import adapter
 from tests.support.fake_engine import Script
@@ -48,14 +48,12 @@ def test_an_adapter_is_uploaded_deployed_asked_and_taken_out(
     assert BASE_ANSWER in shown
     assert ADAPTER_ANSWER in shown
     [made] = admin.adapters(tenant["id"])["data"]
-    test.selectbox(key=f"deploy_version_{tenant['id']}").set_value(made["versions"][0]["id"])
-    checked(test.button(key="deploy_go").click().run())
-    assert "Write a model id" in test.error[0].value
-    admin.deploy(tenant["id"], "capitals", None)
-    checked(test.run())
-    test.selectbox(key=f"deploy_name_{tenant['id']}").set_value("capitals")
-    test.selectbox(key=f"deploy_version_{tenant['id']}").set_value(made["versions"][0]["id"])
-    checked(test.button(key="deploy_go").click().run())
+    deploy = open_page("deployments", admin, tenant)
+    deploy.selectbox(key="deploy_version_id").set_value(made["versions"][0]["id"])
+    checked(deploy.button(key="deploy_go").click().run())
+    assert "Write a model id" in deploy.error[0].value
+    deploy.text_input(key="deploy_name").set_value("capitals")
+    checked(deploy.button(key="deploy_go").click().run())
     [deployment] = admin.deployments(tenant["id"])["data"]
     assert deployment["revision"]["adapter_name"] == "capitals"
 
@@ -72,9 +70,8 @@ def test_an_adapter_is_uploaded_deployed_asked_and_taken_out(
     log = open_page("requests", admin, tenant)
     assert len(table(log, "requests")) == len(admin.requests(tenant_id=tenant["id"])["data"])
 
-    test.selectbox(key=f"take_out_name_{tenant['id']}").set_value("capitals")
-    checked(test.run())
-    checked(test.button(key="take_out_go").click().run())
+    out = open_page("deployments", admin, tenant, id=deployment["id"])
+    confirm(out, "archive", "capitals")
     assert admin.deployments(tenant["id"])["data"] == []
 
 

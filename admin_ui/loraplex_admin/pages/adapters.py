@@ -1,4 +1,4 @@
-"""Upload an adapter, read its report, choose what each deployment answers with."""
+"""Upload an adapter, read its reports, name its versions by aliases, and retire them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import (
-    Adapter,
-    AdapterVersion,
-    Api,
-    ApiError,
-    Deployment,
-    Page,
-    Tenant,
-)
+from loraplex_admin.api import Adapter, Api, ApiError, Tenant
 from loraplex_admin.components.listing import Columns, Listing
-
-_BASE = "base (no adapter)"
+from loraplex_admin.pages import adapter_versions
 
 
 def render(api: Api, access: Access) -> None:
-    """Deployments first: they are what tenants see; then adapters and the upload."""
+    """The upload, the list, then the adapter that is open with its versions and aliases."""
     st.title("Adapters")
     choices.show_notice()
     tenant = choices.tenant(api, access, key="adapters_tenant", action="adapter.read")
@@ -52,8 +43,7 @@ def render(api: Api, access: Access) -> None:
         except ApiError as error:
             choices.show_refusal(error)
         else:
-            _adapter(cast(Adapter, adapter), tenant["billing_tz"])
-    _deployments(api, tenant, api.adapters(tenant["id"]), can_write=can_write)
+            adapter_versions.show(api, tenant, cast(Adapter, adapter), can_write=can_write)
 
 
 def _upload(api: Api, tenant: Tenant) -> None:
@@ -62,10 +52,10 @@ def _upload(api: Api, tenant: Tenant) -> None:
         with st.container(border=True):
             st.success(
                 f"{fmt.code(uploaded['name'])} version {uploaded['version']['version']} is ready to "
-                "serve. Deploy it below to let it answer.",
+                "serve. Deploy it under *Deployments* to let it answer.",
                 icon=":material/check_circle:",
             )
-            _report(uploaded["version"], key="uploaded")
+            adapter_versions.report(uploaded["version"], key="uploaded")
             if st.button("Close the report", key="uploaded_close"):
                 del st.session_state["uploaded"]
                 st.rerun()
@@ -111,104 +101,6 @@ def _upload(api: Api, tenant: Tenant) -> None:
     st.rerun()
 
 
-def _deployments(api: Api, tenant: Tenant, adapters: Page[Adapter], *, can_write: bool) -> None:
-    st.subheader("Deployments")
-    page = api.deployments(tenant["id"])
-    Listing(
-        "deployments",
-        fetch=lambda after=None: api.deployments(tenant["id"], after=after),
-        columns=Columns(_deployment_row, wide=("model id", "answers with")),
-        empty="No deployment yet: this tenant reaches only the base model.",
-        is_main=False,
-        can_open=False,
-    ).show()
-    if can_write:
-        _deploy(api, tenant, page, adapters)
-        if page["data"]:
-            _take_out(api, tenant, page)
-
-
-def _deploy(
-    api: Api, tenant: Tenant, deployments: Page[Deployment], adapters: Page[Adapter]
-) -> None:
-    versions = {
-        version["id"]: f"{adapter['name']} v{version['version']}"
-        for adapter in adapters["data"]
-        for version in adapter["versions"]
-        if version["status"] == "ready"
-    }
-    with (
-        st.expander("Deploy", icon=":material/rocket_launch:", key="deploy_box"),
-        st.form("deploy", border=False),
-    ):
-        name = st.selectbox(
-            "Model id",
-            [deployment["name"] for deployment in deployments["data"]],
-            index=None,
-            accept_new_options=True,
-            placeholder="Write a new one, or choose one to change",
-            help="What the tenant's clients write as `model`.",
-            key=f"deploy_name_{tenant['id']}",
-        )
-        version_id = st.selectbox(
-            "Answers with",
-            [*versions, ""],
-            format_func=lambda id_: versions.get(id_, _BASE),
-            help="Of the adapters on this page." if adapters["has_more"] else None,
-            key=f"deploy_version_{tenant['id']}",
-        )
-        if not st.form_submit_button("Deploy", type="primary", key="deploy_go"):
-            return
-        if name is None or not name.strip():
-            st.error("Write a model id, or choose one.", icon=":material/error:")
-            return
-        try:
-            made = api.deploy(tenant["id"], name.strip(), version_id or None)
-        except ApiError as error:
-            choices.show_refusal(error)
-            return
-    revision = made["revision"]
-    choices.rerun_with_notice(
-        f"{fmt.code(made['name'])} answers with "
-        f"{fmt.code(revision['adapter_name'] or made['base_model'])} from now on "
-        f"(revision {revision['number']})."
-    )
-
-
-def _take_out(api: Api, tenant: Tenant, deployments: Page[Deployment]) -> None:
-    with st.expander("Take a model id out of service", icon=":material/block:", key="take_out"):
-        name = st.selectbox(
-            "Model id",
-            [deployment["name"] for deployment in deployments["data"]],
-            index=None,
-            placeholder="Choose one",
-            key=f"take_out_name_{tenant['id']}",
-        )
-        if name is None:
-            return
-        st.warning(f"Requests for {fmt.code(name)} are refused from then on.")
-        if not st.button("Take it out", type="primary", key="take_out_go"):
-            return
-        try:
-            api.delete_deployment(tenant["id"], name)
-        except ApiError as error:
-            choices.show_refusal(error)
-            return
-    st.session_state.pop(f"take_out_name_{tenant['id']}", None)
-    choices.rerun_with_notice(f"{fmt.code(name)} is out of service.")
-
-
-def _deployment_row(deployment: Deployment) -> dict[str, object]:
-    revision = deployment["revision"]
-    return {
-        "model id": deployment["name"],
-        "answers with": revision["adapter_name"] or _BASE,
-        "digest": fmt.digest(revision["digest"]),
-        "revision": revision["number"],
-        "since": fmt.time(revision["created_at"]),
-    }
-
-
 def _adapter_cells(adapter: Adapter, zone: str) -> dict[str, object]:
     newest = adapter["versions"][0] if adapter["versions"] else None
     return {
@@ -219,56 +111,3 @@ def _adapter_cells(adapter: Adapter, zone: str) -> dict[str, object]:
         "digest": "–" if newest is None else fmt.digest(newest["digest"]),
         "since": fmt.time(adapter["created_at"], zone),
     }
-
-
-def _adapter(adapter: Adapter, zone: str) -> None:
-    with st.container(border=True):
-        st.subheader(fmt.literal(adapter["name"]))
-        for number, version in enumerate(adapter["versions"]):
-            with st.expander(
-                f"Version {version['version']} · {fmt.literal(version['status'])}",
-                icon=":material/layers:",
-                expanded=number == 0,
-            ):
-                st.caption(
-                    f"{fmt.code(version['digest'])}  \nrank {version['rank']} · "
-                    f"{fmt.size(version['size_bytes'])} · "
-                    f"{', '.join(fmt.code(module) for module in version['target_modules'])} · "
-                    f"{fmt.time(version['created_at'], zone)}"
-                )
-                _report(version, key=version["id"])
-
-
-def _report(version: AdapterVersion, *, key: str) -> None:
-    report = version["report"]
-    probe = report["probe"]
-    figures = st.columns(4)
-    figures[0].metric("Modules", f"{report['matched_modules']} / {report['total_modules']}")
-    figures[1].metric("Parameters", fmt.count(report["parameters"]))
-    figures[2].metric("Largest norm", f"{report['norms']['max']:.3g}")
-    changed = "not asked" if probe is None else f"{probe['changed']} / {len(probe['samples'])}"
-    figures[3].metric("Answers changed", changed)
-    st.dataframe(
-        [
-            {
-                "check": check["name"],
-                "result": "ok" if check["ok"] else "look here",
-                "detail": check["detail"],
-            }
-            for check in report["checks"]
-        ],
-        hide_index=True,
-        column_config={"detail": st.column_config.TextColumn(width="large")},
-        key=f"checks_{key}",
-    )
-    if probe is None:
-        return
-    st.markdown("**Base and adapter, side by side**")
-    st.caption(f"Largest change of a log probability: {probe['max_logprob_difference']:.3g}")
-    for sample in probe["samples"]:
-        st.text(f"› {sample['prompt']}")
-        answers = (("base", sample["base"]), ("adapter", sample["adapter"]))
-        for column, (who, text) in zip(st.columns(2), answers, strict=True):
-            with column.container(border=True):
-                st.caption(who)
-                st.text(text or "(nothing)")
