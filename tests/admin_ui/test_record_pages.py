@@ -100,15 +100,28 @@ def test_a_webhook_is_added_tested_replayed_switched_off_and_deleted(
     assert hooks.page()["data"] == []
 
 
-def test_the_fleet_shows_every_replica_and_a_pin_says_what_each_answered(admin: Api) -> None:
+def test_the_fleet_shows_every_replica_and_what_is_kept_in_memory(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    version = platform.upload(tenant["id"], "kept", is_probed=False)["version"]
     test = open_page("fleet", admin)
     assert "fake-0" in words(test)
     figures = {metric.label for metric in test.metric}
     assert {"Running", "Waiting", "KV blocks free", "Memory (RSS)"} <= figures
 
-    fill(test, pin_digest="not a digest")
-    press(test, "pin_go")
+    press(test, "keep_go")
+    assert "Write the version's id" in words(test)
+    fill(test, keep_version_id="ver_nonsense", keep_reason="launch")
+    press(test, "keep_go")
     assert test.error
+    fill(test, keep_version_id=version["id"])
+    press(test, "keep_go")
+    assert "replicas keep it" in words(test) or test.error
+    kept = admin.of_platform("fleet/residency").page()["data"]
+    if kept:  # an engine may refuse, and then nothing is desired of it
+        opened = open_page("fleet", admin, residents_id=version["id"])
+        press(opened, "unkeep")
+        assert admin.of_platform("fleet/residency").page()["data"] == []
 
 
 def test_people_are_let_in_locked_out_and_let_in_again(admin: Api) -> None:

@@ -26,8 +26,11 @@ WRITES = {
     "prices": ("price.write", "new_book_go"),
     "invoices": ("invoice.write", "draft_go"),
     "webhooks": ("webhook.write", "new_webhook_go"),
-    "fleet": ("fleet.write", "pin_go"),
+    "fleet": ("fleet.write", "keep_go"),
     "adapters": ("adapter.write", "upload_go"),
+    "deployments": ("deployment.write", "deploy_go"),
+    "rollouts": ("rollout.write", "new_rollout_go"),
+    "evals": ("eval.write", "new_suite_go"),
     "settings": ("user.write", "new_user_go"),
 }
 

@@ -27,7 +27,7 @@ def show(api: Api, tenant: Tenant, adapter: Adapter, *, can_write: bool) -> None
                 expanded=number == 0,
             ):
                 st.caption(
-                    f"{fmt.code(version['digest'])}  \nrank {version['rank']} · "
+                    f"{fmt.code(version['id'])} · {fmt.code(version['digest'])}  \nrank {version['rank']} · "
                     f"{fmt.size(version['size_bytes'])} · "
                     f"{', '.join(fmt.code(module) for module in version['target_modules'])} · "
                     f"{fmt.time(version['created_at'], zone)}"

@@ -10,7 +10,9 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
 from loraplex_admin.api import Api, ApiError
-from loraplex_admin.components import charts, status
+from loraplex_admin.components import charts, forms, status
+from loraplex_admin.components.forms import Field
+from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
 
 _TIERS = {
@@ -38,8 +40,8 @@ def render(api: Api, access: Access) -> None:
             _replica(replica)
 
     live(draw, calls=1)
-    if access.may("fleet.write"):
-        _pins(api)
+    _drift(api)
+    _residency_wishes(api, access)
 
 
 def _load(replicas: list[dict[str, Any]]) -> None:
@@ -102,7 +104,7 @@ def _replica(replica: dict[str, Any]) -> None:
         for column, (label, value) in zip(st.columns(len(figures)), figures, strict=True):
             column.metric(label, value)
         _residency(replica)
-        _load_times(replica)
+        _load_times(stats)
 
 
 def _residency(replica: dict[str, Any]) -> None:
@@ -133,49 +135,119 @@ def _residency(replica: dict[str, Any]) -> None:
     )
 
 
-def _load_times(replica: dict[str, Any]) -> None:
-    """Where the engine tells them."""
-    loads = replica["stats"].get("adapter_load_ms")
-    if not loads:
-        return
-    st.dataframe(
-        [{"load of an adapter": name, "ms": f"{value:,.0f}"} for name, value in loads.items()],
-        hide_index=True,
-        key=f"loads_{replica['replica_id']}",
+def _load_times(stats: dict[str, Any]) -> None:
+    """How long a load takes on the mean, and what is under way; from a store that is far it is seconds."""
+    loads, seconds = stats["adapter_loads_total"], stats["adapter_load_seconds_total"]
+    mean = "no load yet" if not loads else f"{seconds / loads * 1000:,.0f} ms a load"
+    st.caption(
+        f"Loads: {fmt.count(loads)} ({mean}), {fmt.count(stats['adapter_load_failures_total'])} failed, "
+        f"{fmt.count(stats['adapters_loading'])} under way, {fmt.count(stats['adapter_evictions_total'])} let go · "
+        f"{fmt.size(stats['adapter_host_bytes'])} in memory, {fmt.count(stats['adapters_disk'])} copies on disk"
     )
 
 
-def _pins(api: Api) -> None:
-    with st.expander("Keep an adapter in memory", icon=":material/push_pin:", key="pin_box"):
-        st.caption(
-            "On every replica, however seldom it is used. Its digest is on the *Adapters* page."
-        )
-        digest = st.text_input(
-            "Digest", max_chars=71, placeholder="sha256:…", key="pin_digest"
-        ).strip()
-        with st.container(horizontal=True):
-            is_wanted = st.button("Keep it", type="primary", key="pin_go")
-            is_let_go = st.button("Let it go", key="unpin_go")
-        if not is_wanted and not is_let_go:
-            return
-        pins = api.of_platform("fleet/pins")
+# ------------------------------------------------------------------------ what is desired
+
+
+def _drift(api: Api) -> None:
+    """Where the fleet is not as it is desired; silent where it is."""
+    found = api.read("/fleet/drift")
+    if not found["has_drift"]:
+        st.success("Every replica is as it is desired.", icon=":material/check_circle:")
+        return
+    st.warning("The fleet is not as it is desired.", icon=":material/difference:")
+    rows = [
+        {
+            "where": replica["replica_id"],
+            "what": f"adapter {missing['digest'].removeprefix('sha256:')[:12]} is not in memory",
+            "since": fmt.time(missing["since"]),
+            "why": fmt.cell(missing["reason"])
+            or ("loading" if missing["is_pinned"] else "not told yet"),
+        }
+        for replica in found["replicas"]
+        for missing in replica["missing"]
+    ]
+    rows += [
+        {
+            "where": replica["replica_id"],
+            "what": "does not answer"
+            if not replica["answers"]
+            else "serves other weights than are named",
+            "since": "–",
+            "why": "–",
+        }
+        for replica in found["replicas"]
+        if not replica["answers"] or replica["weights"] is not None
+    ]
+    rows += [
+        {
+            "where": "no replica",
+            "what": f"build {build['fingerprint'][:12]} runs nowhere",
+            "since": fmt.time(build["since"]),
+            "why": "wanted by "
+            + ", ".join(fmt.cell(one["deployment"]) for one in build["wanted_by"]),
+        }
+        for build in found["builds"]
+    ]
+    if rows:
+        st.dataframe(rows, hide_index=True, key="fleet_drift")
+
+
+def _residency_wishes(api: Api, access: Access) -> None:
+    residents = api.of_platform("fleet/residency")
+    st.subheader("Kept in memory")
+    listing = Listing(
+        "residents",
+        fetch=lambda after=None: residents.page(after=after),
+        columns=Columns(
+            lambda one: {
+                "adapter": fmt.cell(f"{one['adapter_name']} v{one['version']}"),
+                "digest": fmt.digest(one["digest"]),
+                "why": fmt.cell(one["reason"]),
+                "since": fmt.time(one["created_at"]),
+                "tenant": one["tenant_id"],
+            },
+            wide=("adapter", "why"),
+        ),
+        empty="Nothing is kept: engines hold what is used most.",
+        is_main=False,
+        can_open=access.may("fleet.write"),
+    )
+    open_id = listing.show()
+    if not access.may("fleet.write"):
+        return
+    if open_id is not None and st.button("Let it go", key="unkeep"):
         try:
-            if is_wanted:
-                answer = pins.put(digest, {})
-            else:
-                answer = api.send("DELETE", f"/fleet/pins/{digest}")
+            residents.remove(open_id)
         except ApiError as error:
             choices.show_refusal(error)
             return
-        st.dataframe(
-            [
-                {
-                    "replica": one["replica_id"],
-                    "keeps": "–" if one["pinned"] is None else len(one["pinned"]),
-                    "says": fmt.cell(one["message"]) or "done",
-                }
-                for one in answer["replicas"]
-            ],
-            hide_index=True,
-            key="pin_answers",
+        listing.open(None)
+        choices.rerun_with_notice("Engines evict it like any other from now on.")
+    with st.expander("Keep an adapter in memory", icon=":material/push_pin:", key="keep_box"):
+        st.caption(
+            "On every replica of its base, also those that start later, however seldom it is used."
+        )
+        told = forms.create(
+            "keep",
+            (
+                Field("version_id", "Version (id)", max_chars=80, placeholder="ver_…"),
+                Field("reason", "Why", max_chars=500, placeholder="acme's launch"),
+            ),
+            submit="Keep it",
+            check=lambda body: (
+                None
+                if body["version_id"]
+                else "Write the version's id: the *Adapters* page has it."
+            ),
+            send=lambda body, _once: residents.put(body["version_id"], {"reason": body["reason"]}),
+        )
+    if told is not None:
+        refused = [one for one in told["replicas"] if one["refusal"] is not None]
+        choices.rerun_with_notice(
+            f"{len(told['replicas']) - len(refused)} of {len(told['replicas'])} replicas keep it."
+            + "".join(
+                f" {fmt.code(one['replica_id'])}: {fmt.literal(one['message'] or '')}"
+                for one in refused
+            )
         )
