@@ -10,6 +10,7 @@ import pytest
 from loraplex_admin import connections
 from streamlit.testing.v1 import AppTest
 
+from tests.admin_ui.driver import checked, fill, open_page, words
 from tests.admin_ui.stand import Stand
 
 SCRIPT = Path(loraplex_admin.__file__).with_name("console.py")
@@ -91,3 +92,19 @@ def test_a_control_api_that_comes_back_brings_the_page_back(
     assert test.title[0].value == "Overview"
     connections.shared().close()
     connections.shared.clear()
+
+
+def test_a_session_that_ends_while_a_page_is_open_changes_nothing_and_says_so(
+    platform: Stand,
+) -> None:
+    tenant = platform.tenant("expired")
+    api = platform.api()
+    test = open_page("keys", api, tenant)
+    fill(test, new_key_name="late")
+
+    api.log_out()
+    checked(test.button(key="new_key_go").click().run())
+
+    assert "Your session is over" in words(test)
+    keys = platform.http.get(f"/admin/v1/tenants/{tenant['id']}/keys").json()["data"]
+    assert keys == []
