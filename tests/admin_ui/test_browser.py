@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.admin_ui.corpus import NAMES
 from tests.admin_ui.driver import access_of
-from tests.admin_ui.stand import Stand
+from tests.admin_ui.stand import Stand, cookie_of
 from tests.platform.control.stand import BASE
 from tests.support import browser
 
@@ -90,8 +90,7 @@ def enter(chromium: Browser, url: str, api: Api, **options: Any) -> tuple[Page, 
             trouble.append(f"fetched {request.url}")
 
     page.on("request", watch)
-    cookie = api._http.cookies[SESSION_COOKIE]
-    page.context.add_cookies([{"name": SESSION_COOKIE, "value": cookie, "url": url}])
+    page.context.add_cookies([{"name": SESSION_COOKIE, "value": cookie_of(api), "url": url}])
     return page, trouble
 
 

@@ -11,7 +11,7 @@ from loraplex_admin import connections
 from streamlit.testing.v1 import AppTest
 
 from tests.admin_ui.driver import checked, fill, open_page, words
-from tests.admin_ui.stand import Stand
+from tests.admin_ui.stand import Stand, cookie_of
 
 SCRIPT = Path(loraplex_admin.__file__).with_name("console.py")
 
@@ -59,9 +59,11 @@ def test_the_console_stands_for_every_role_and_its_first_page_is_one_it_may_see(
     platform: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_CONTROL_URL", platform.control_url)
+    tenant = platform.tenant("first-pages")
     for token, title in (
         (platform.session("admin"), "Overview"),
         (platform.session("viewer"), "Overview"),
+        (cookie_of(platform.member(tenant["id"], "billing")), "Tenants"),
     ):
         monkeypatch.setattr(
             "streamlit.runtime.context.ContextProxy.cookies", Cookies(loraplex_session=token)
