@@ -7,7 +7,7 @@ Call either on the thread that will step the engine: torch's threads are set for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from loraplex_engine.core import EngineCore, build_core
 from loraplex_engine.device.memory_profile import MemoryPlan
 from loraplex_engine.device.selection import select_device
 from loraplex_engine.errors import AdapterUnavailableError, ConfigError, PinRefusedError
-from loraplex_engine.fingerprint import fingerprint_model
+from loraplex_engine.fingerprint import fingerprint_model, hash_model, identify_base
 from loraplex_engine.heap import give_back_freed_memory
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.lora.setup import Lora
@@ -39,6 +39,8 @@ from loraplex_engine.structured.compiler import GrammarCompiler
 from loraplex_engine.structured.setup import open_grammars
 
 log = structlog.get_logger(__name__)
+
+_MAX_REFUSALS_KNOWN = 64
 
 
 class NoAdapters:
@@ -80,6 +82,8 @@ class AssembledEngine:
     lora: Lora | None
     grammars: GrammarCompiler | None = None
     memory: MemoryPlan | None = None  # of a GPU
+    pinned_at_start: tuple[str, ...] = ()
+    refused_pins: dict[str, str] = field(default_factory=dict)  # digest -> why, of the last tries
 
     def attach(self, wake: Callable[[], None], observe_load: Callable[[str, float], None]) -> None:
         """Whom to tell of adapter loads: see `step_loop.Engine`."""
@@ -96,10 +100,19 @@ class AssembledEngine:
         """Keep an adapter in host memory. Raises `PinRefusedError`."""
         if self.lora is None:
             raise PinRefusedError("no_store", "there is no adapter store: start with --store-url")
-        self.lora.pool.pin(digest)
+        try:
+            self.lora.pool.pin(digest)
+        except PinRefusedError as error:
+            self.refused_pins.pop(digest, None)
+            self.refused_pins[digest] = str(error)
+            if len(self.refused_pins) > _MAX_REFUSALS_KNOWN:
+                self.refused_pins.pop(next(iter(self.refused_pins)))
+            raise
+        self.refused_pins.pop(digest, None)
 
     def unpin(self, digest: str) -> None:
         """Let an adapter be evicted like any other."""
+        self.refused_pins.pop(digest, None)
         if self.lora is not None:
             self.lora.pool.unpin(digest)
 
@@ -137,6 +150,8 @@ class AssembledEngine:
             adapters_host=list(pool.host),
             adapter_host_bytes=pool.host_bytes,
             adapters_pinned=list(pool.pinned),
+            adapters_pinned_at_start=list(self.pinned_at_start),
+            adapters_pin_failed={**self.refused_pins, **pool.pin_failures},
             adapters_loading=len(pool.loading) + pool.queued,
             adapters_disk=pool.disk_adapters,
             adapter_disk_bytes=pool.disk_bytes,
@@ -185,8 +200,9 @@ def assemble_engine(
             raise ConfigError(f"--store-url {config.store_url}: {error}") from error
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
+    digests = hash_model(config.model_dir)
     fingerprint = fingerprint_model(
-        config.model_dir,
+        digests,
         dtype=dtype,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -241,6 +257,7 @@ def assemble_engine(
         backends=backends,
         max_model_len=sizes.max_model_len,
         row_rule_holds=row_rule_holds,
+        identity=identify_base(config.model_dir, digests),
     )
     # Loading and the self-check took more than serving does.
     give_back_freed_memory()
@@ -251,7 +268,9 @@ def assemble_engine(
         kv_cache_dtype=backends["kv_cache"],
         num_threads=torch.get_num_threads(),
     )
-    return AssembledEngine(core, facts, runner, lora, grammars, compute.memory)
+    return AssembledEngine(
+        core, facts, runner, lora, grammars, compute.memory, tuple(config.pinned_adapters)
+    )
 
 
 _MOST_GPU_ROWS = 1024

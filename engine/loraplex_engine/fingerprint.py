@@ -17,12 +17,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from loraplex_engine.artifact import UNKNOWN_MODEL, ModelIdentity, identify_model
 from loraplex_engine.config import KvCacheDType, Quantization
 from loraplex_engine.errors import ModelError
 
@@ -46,20 +48,8 @@ class _KnownDigest(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def fingerprint_model(
-    model_dir: Path,
-    *,
-    dtype: str,
-    quantization: Quantization = "none",
-    kv_cache_dtype: KvCacheDType = "auto",
-    image: str = "",
-) -> str:
-    """`sha256:<64 hex>` for this folder in this dtype and engine version.
-
-    Args:
-        quantization: of the linears' weights.
-        kv_cache_dtype: what is read from a quantized cache is not what was computed.
-        image: digest of the container image.
+def hash_model(model_dir: Path) -> dict[str, str]:
+    """File name -> sha256 hex of what makes the model, through the cache.
 
     Raises:
         ModelError: the folder has no safetensors weights or cannot be read.
@@ -68,8 +58,39 @@ def fingerprint_model(
     if not weights:
         raise ModelError(f"{model_dir}: no *.safetensors file; give a Hugging Face model folder")
     paths = [*weights, *(model_dir / name for name in _FILES if (model_dir / name).is_file())]
+    return hash_files(model_dir, paths)
+
+
+def identify_base(model_dir: Path, digests: Mapping[str, str]) -> ModelIdentity:
+    """What the platform calls these weights, tokenizer and template, from `hash_model`'s digests.
+
+    An engine needs no tokenizer: a folder without one has no identity, which is three empty strings.
+    """
+    try:
+        return identify_model(model_dir, digests)
+    except (KeyError, OSError, ValueError) as error:
+        log.warning("base_not_identified", model_dir=str(model_dir), reason=str(error))
+        return UNKNOWN_MODEL
+
+
+def fingerprint_model(
+    digests: Mapping[str, str],
+    *,
+    dtype: str,
+    quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDType = "auto",
+    image: str = "",
+) -> str:
+    """`sha256:<64 hex>` for a folder in this dtype and engine version.
+
+    Args:
+        digests: what `hash_model` says of the folder.
+        quantization: of the linears' weights.
+        kv_cache_dtype: what is read from a quantized cache is not what was computed.
+        image: digest of the container image.
+    """
     parts = {
-        "files": hash_files(model_dir, paths),
+        "files": dict(digests),
         "dtype": dtype,
         "quantization": quantization,
         "kv_cache": kv_cache_dtype,

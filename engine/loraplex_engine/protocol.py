@@ -351,6 +351,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spec_accepted_tokens_total: int = 0
     spec_accepted_per_position_total: list[int] = []  # by the token's place in its block
     adapters_pinned: list[str] = []
+    # Those of `--pin-adapter`, which are nobody else's to unpin; None: a release that does not say.
+    adapters_pinned_at_start: list[str] | None = None
+    # Wanted in memory by the operator, but not there: why the last try failed, by digest.
+    adapters_pin_failed: dict[str, str] = {}
     adapters_loading: int = 0  # or waiting for a loader
     adapters_disk: int = 0  # copies of a remote store's
     adapter_disk_bytes: int = 0
@@ -437,6 +441,10 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     row_rule_holds: bool
     events_address: str | None = None  # where block events are published; None: nowhere
     events_curve_public_key: str | None = None  # Z85; set exactly when that address is TCP
+    # What is served, as `artifact.ModelIdentity`; empty: not said, as by replicas of older releases.
+    base_revision: str = ""
+    tokenizer_sha256: str = ""
+    chat_template_sha256: str = ""
 
 
 REPLICA_KEY_PREFIX = "loraplex:replica:"

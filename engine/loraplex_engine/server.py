@@ -375,6 +375,9 @@ class EngineServer:
             events_curve_public_key=(
                 self._block_events.public_key if self._block_events is not None else None
             ),
+            base_revision=facts.identity.revision,
+            tokenizer_sha256=facts.identity.tokenizer_sha256,
+            chat_template_sha256=facts.identity.chat_template_sha256,
         )
 
 

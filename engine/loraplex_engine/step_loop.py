@@ -21,6 +21,7 @@ from typing import Protocol
 
 import structlog
 
+from loraplex_engine.artifact import UNKNOWN_MODEL, ModelIdentity
 from loraplex_engine.errors import PinRefusedError, RequestRejectedError
 from loraplex_engine.protocol import (
     Abort,
@@ -91,6 +92,7 @@ class ReplicaFacts:
     backends: dict[str, str]
     max_model_len: int
     row_rule_holds: bool
+    identity: ModelIdentity = UNKNOWN_MODEL
 
 
 class Engine(Protocol):

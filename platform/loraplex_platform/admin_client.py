@@ -180,14 +180,20 @@ class AdminClient:
         return list(self._pages(f"/tenants/{tenant_id}/deployments"))
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Json:
-        """Let the model `name` answer with this version (None: the base)."""
-        return self._json(
-            "PUT", f"/tenants/{tenant_id}/deployments/{name}", json={"version_id": version_id}
-        )
-
-    def set_pin(self, digest: str, *, is_wanted: bool) -> Json:
-        """Have every replica keep an adapter in memory, or let it evict it like any other."""
-        return self._json("PUT" if is_wanted else "DELETE", f"/fleet/pins/{digest}")
+        """Let the model `name` answer with this version (None: the base). Whatever else its revision says
+        (system prompt, sampling, engine build, price book) stays.
+        """
+        path = f"/tenants/{tenant_id}/deployments/{name}"
+        body: Json = {"version_id": version_id}
+        etag = None
+        try:
+            current, etag = self.read(path)
+        except AdminApiError as error:
+            if error.status != 404:
+                raise
+        else:
+            body |= {field: current["revision"][field] for field in ("engine_build_id", "params")}
+        return self.change("PUT", path, body, etag)
 
     # ------------------------------------------------------------------------ the rest
 
@@ -394,6 +400,23 @@ class AdminClient:
         arguments: Json = {"params": params}
         if body is not None:
             arguments["json"] = body
+        response = self._call(method, path, **arguments)
+        return cast(Json, response.json()) if response.content else {}
+
+    def read(self, path: str) -> tuple[Json, str | None]:
+        """A thing and its ETag, which `change` sends back."""
+        response = self._call("GET", path)
+        return cast(Json, response.json()), response.headers.get("etag")
+
+    def change(self, method: str, path: str, body: Json | None, etag: str | None) -> Json:
+        """Change what is still as it was read; its answer, or {} where there is none.
+
+        Raises:
+            AdminApiError: refused; or changed meanwhile (409): the message says what is there now.
+        """
+        arguments: Json = {} if body is None else {"json": body}
+        if etag is not None:
+            arguments["headers"] = {"if-match": etag}
         response = self._call(method, path, **arguments)
         return cast(Json, response.json()) if response.content else {}
 

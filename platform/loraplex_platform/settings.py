@@ -117,7 +117,23 @@ class WebhookSettings(_Settings):
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
 
 
-class GatewaySettings(DatabaseSettings, ModelSettings):
+class FailpointSettings(_Settings):
+    """Where a test lets a process fail, see gateway/failpoints.py."""
+
+    failpoint: str | None = None
+    allow_failpoints: bool = False
+
+    @model_validator(mode="after")
+    def _only_tests_fail(self) -> Self:
+        if self.failpoint and not self.allow_failpoints:
+            raise ValueError(
+                "LORAPLEX_FAILPOINT makes this process fail, for tests: unset it (or, in a test, set"
+                " LORAPLEX_ALLOW_FAILPOINTS=1)"
+            )
+        return self
+
+
+class GatewaySettings(DatabaseSettings, ModelSettings, FailpointSettings):
     """The data plane."""
 
     redis_url: SecretStr | None = None
@@ -155,21 +171,11 @@ class GatewaySettings(DatabaseSettings, ModelSettings):
     # and after this long without it. 0: they are read for every request.
     key_cache_s: float = Field(default=5.0, ge=0, le=5)
     curve_secret_key_file: Path | None = None
-    # Where a test lets this process fail, see gateway/failpoints.py.
-    failpoint: str | None = None
-    allow_failpoints: bool = False
-
-    @model_validator(mode="after")
-    def _only_tests_fail(self) -> Self:
-        if self.failpoint and not self.allow_failpoints:
-            raise ValueError(
-                "LORAPLEX_FAILPOINT makes this gateway fail, for tests: unset it (or, in a test, set"
-                " LORAPLEX_ALLOW_FAILPOINTS=1)"
-            )
-        return self
 
 
-class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSettings):
+class ControlSettings(
+    DatabaseSettings, ModelSettings, IssuerSettings, WebhookSettings, FailpointSettings
+):
     """The admin API."""
 
     redis_url: SecretStr | None = None
@@ -225,8 +231,8 @@ class ControlSettings(DatabaseSettings, ModelSettings, IssuerSettings, WebhookSe
         return self
 
 
-class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings):
-    """Sweeper, journal puller, replica mirror, eval runs."""
+class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings, FailpointSettings):
+    """Sweeper, journal puller, replica mirror, eval runs, rollouts."""
 
     redis_url: SecretStr | None = None
     # Whose tokenizer and template eval runs need. None: this worker runs none.
@@ -238,6 +244,8 @@ class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings):
     rollup_interval_s: float = 2.0
     # Days after a month's end when its draft becomes a final invoice; None: somebody does it by hand.
     invoice_finalize_after_days: float | None = Field(default=None, ge=0)
+    # Between two looks at a rollout that is under way; a look that takes long waits longer for the next.
+    rollout_interval_s: float = Field(default=2.0, ge=0.01, le=60)
     replica_lost_after_s: float = 30.0  # how long the sweeper waits for a silent replica's journal
     worker_host: str = "127.0.0.1"
     worker_port: int = 0  # /live and /metrics; 0: any free one

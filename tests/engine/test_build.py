@@ -15,13 +15,18 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from loraplex_engine.artifact import AdapterStore, ModelShape
+from loraplex_engine.artifact import UNKNOWN_MODEL, AdapterStore, ModelShape
 from loraplex_engine.block_events import TOPIC, BlockMirror, decode_batch
 from loraplex_engine.build import assemble_engine, build_engine
 from loraplex_engine.client import EngineClient, EnginePinRefusedError, EngineRejectedError
 from loraplex_engine.config import EngineConfig
 from loraplex_engine.errors import ConfigError, ModelError
-from loraplex_engine.fingerprint import CACHE_NAME, fingerprint_model
+from loraplex_engine.fingerprint import (
+    CACHE_NAME,
+    fingerprint_model,
+    hash_model,
+    identify_base,
+)
 from loraplex_engine.kv.prefix_cache import PrefixCache
 from loraplex_engine.kv.setup import open_prefix_cache
 from loraplex_engine.protocol import Generate, SamplingParams, TokenEvent
@@ -446,38 +451,38 @@ def small_model(tmp_path: Path) -> Path:
 
 def test_fingerprint_changes_with_whatever_changes_answers(small_model: Path) -> None:
     seen = {
-        fingerprint_model(small_model, dtype="float32"),
-        fingerprint_model(small_model, dtype="bfloat16"),
-        fingerprint_model(small_model, dtype="float32", image="sha256:1"),
-        fingerprint_model(small_model, dtype="float32", kv_cache_dtype="int8"),
-        fingerprint_model(small_model, dtype="float32", kv_cache_dtype="fp8"),
-        fingerprint_model(small_model, dtype="float32", quantization="int8"),
-        fingerprint_model(small_model, dtype="float32", quantization="int4"),
+        fingerprint_model(hash_model(small_model), dtype="float32"),
+        fingerprint_model(hash_model(small_model), dtype="bfloat16"),
+        fingerprint_model(hash_model(small_model), dtype="float32", image="sha256:1"),
+        fingerprint_model(hash_model(small_model), dtype="float32", kv_cache_dtype="int8"),
+        fingerprint_model(hash_model(small_model), dtype="float32", kv_cache_dtype="fp8"),
+        fingerprint_model(hash_model(small_model), dtype="float32", quantization="int8"),
+        fingerprint_model(hash_model(small_model), dtype="float32", quantization="int4"),
     }
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         (small_model / name).write_text("changed")
-        seen.add(fingerprint_model(small_model, dtype="float32"))
+        seen.add(fingerprint_model(hash_model(small_model), dtype="float32"))
     (small_model / "generation_config.json").write_text("{}")
-    seen.add(fingerprint_model(small_model, dtype="float32"))
+    seen.add(fingerprint_model(hash_model(small_model), dtype="float32"))
 
     assert len(seen) == 12
-    assert fingerprint_model(small_model, dtype="float32") in seen
+    assert fingerprint_model(hash_model(small_model), dtype="float32") in seen
 
 
 def test_digests_are_kept_beside_the_model(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = fingerprint_model(small_model, dtype="float32")
+    first = fingerprint_model(hash_model(small_model), dtype="float32")
     monkeypatch.setattr("loraplex_engine.fingerprint._sha256", None)  # nothing may be hashed now
 
-    assert fingerprint_model(small_model, dtype="float32") == first
+    assert fingerprint_model(hash_model(small_model), dtype="float32") == first
 
 
 def test_a_damaged_digest_cache_is_made_again(small_model: Path) -> None:
-    first = fingerprint_model(small_model, dtype="float32")
+    first = fingerprint_model(hash_model(small_model), dtype="float32")
     (small_model / CACHE_NAME).write_text("{broken")
 
-    assert fingerprint_model(small_model, dtype="float32") == first
+    assert fingerprint_model(hash_model(small_model), dtype="float32") == first
 
 
 def test_a_folder_that_cannot_be_written_still_has_a_fingerprint(
@@ -488,8 +493,29 @@ def test_a_folder_that_cannot_be_written_still_has_a_fingerprint(
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
 
-    assert fingerprint_model(small_model, dtype="float32").startswith("sha256:")
+    assert fingerprint_model(hash_model(small_model), dtype="float32").startswith("sha256:")
     assert not (small_model / CACHE_NAME).exists()
+
+
+def test_a_base_is_named_by_weights_tokenizer_and_template(small_model: Path) -> None:
+    whole = identify_base(small_model, hash_model(small_model))
+
+    assert whole.revision.startswith("sha256:")
+    names = {"model.safetensors": whole.revision}
+    for name, part in (("tokenizer.json", "tokenizer"), ("chat_template.jinja", "chat_template")):
+        names[name] = getattr(whole, f"{part}_sha256")
+    assert len(set(names.values())) == 3
+    for name, digest in names.items():
+        (small_model / name).write_text("changed")
+        changed = identify_base(small_model, hash_model(small_model))
+        kept = {changed.revision, changed.tokenizer_sha256, changed.chat_template_sha256}
+        assert digest not in kept
+
+
+def test_a_folder_without_a_tokenizer_has_no_name(small_model: Path) -> None:
+    (small_model / "tokenizer.json").unlink()
+
+    assert identify_base(small_model, hash_model(small_model)) == UNKNOWN_MODEL
 
 
 # ---------------------------------------------------------------------------- row rule verdicts

@@ -163,6 +163,8 @@ class FakeEngine:
         self.waiting_by_priority: dict[int, int] = {}  # what it says of its queue
         self.pinned: frozenset[str] = frozenset()
         self.pin_refusal: PinRefusal | None = None
+        self.pinned_at_start: frozenset[str] = frozenset()  # by a flag, besides `pinned`
+        self.pin_failures: dict[str, str] = {}  # digest -> why it does not load
         self.is_mute = False  # True: receives, and answers nothing, not even heartbeats
         self.incarnation = ""
         self.journal_id = uuid.uuid4().hex
@@ -525,7 +527,10 @@ class FakeEngine:
             num_preemptions_total=0,
             steps_total=self.num_tokens_sent,
             adapters_resident=[],
-            adapters_host=[],
+            adapters_host=sorted(self.pinned - self.pin_failures.keys()),
+            adapters_pinned=sorted(self.pinned),
+            adapters_pinned_at_start=sorted(self.pinned_at_start),
+            adapters_pin_failed=self.pin_failures,
             adapter_leases=0,
             max_adapters_in_step=0,
             mixed_steps_total=0,

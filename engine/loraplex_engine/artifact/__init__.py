@@ -1,6 +1,6 @@
 """Adapter artifacts: from a PEFT folder to checked, digested tensors, and the store they live in.
 
-Used on both sides: by the platform when a tenant uploads, by the engine at each load from disk.
+Beside them what names a base model, `identify_model`. Used on both sides: by the platform when a tenant uploads, by the engine at each load from disk.
 numpy and msgspec only (the store adds fsspec): no torch here, no pickle anywhere. Nothing in an
 adapter is trusted: no path, name or code in it is ever opened, imported or followed.
 
@@ -24,6 +24,12 @@ from loraplex_engine.artifact.memory import (
     ModuleMemory,
     estimate_memory,
     estimate_overhead,
+)
+from loraplex_engine.artifact.model_identity import (
+    UNKNOWN_MODEL,
+    ModelIdentity,
+    identify_model,
+    identity_files,
 )
 from loraplex_engine.artifact.reader import (
     ADAPTER_FILES,
@@ -49,6 +55,7 @@ __all__ = [
     "EMBEDDING",
     "HEAD",
     "TENSORS_FILE",
+    "UNKNOWN_MODEL",
     "AdapterArtifact",
     "AdapterConfig",
     "AdapterLimits",
@@ -60,6 +67,7 @@ __all__ = [
     "Check",
     "Fit",
     "LoraPair",
+    "ModelIdentity",
     "ModelShape",
     "ModuleMemory",
     "ModuleName",
@@ -70,6 +78,8 @@ __all__ = [
     "check_fits",
     "estimate_memory",
     "estimate_overhead",
+    "identify_model",
+    "identity_files",
     "open_remote",
     "parse_adapter_config",
     "read_adapter",

@@ -68,6 +68,7 @@ class PoolStats:
     loading: tuple[str, ...]
     queued: int  # waiting for a loader
     pinned: tuple[str, ...]
+    pin_failures: dict[str, str]  # pinned, but not here: why the last try failed
     leases: int
     host_bytes: int
     disk_adapters: int  # copies of a remote store's
@@ -356,6 +357,11 @@ class LoraPool(Generic[Packed]):
             loading=tuple(sorted(self._loading)),
             queued=len(self._askers) - len(self._loading),
             pinned=tuple(sorted(self._pinned)),
+            pin_failures={
+                digest: str(self._failures[digest].error)
+                for digest in sorted(self._pinned - self._host.keys())
+                if digest in self._failures
+            },
             leases=self._num_leases,
             host_bytes=self._host_bytes,
             disk_adapters=self.loader.num_on_disk,

@@ -1,4 +1,4 @@
-"""`loraplex adapters`: upload, import, list, deploy, pin, merge."""
+"""`loraplex adapters`: upload, import, list, deploy, retire, merge."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def import_adapter(
                 status.update(_progress_of(job))
         version = None
         if job["state"] == "succeeded":
-            version = _find_version(admin.adapters(tenant_id), job["version_id"])
+            version = find_version(admin.adapters(tenant_id), job["version_id"])
     if as_json:
         print_json(job)
     elif version is not None:
@@ -271,7 +271,8 @@ def deploy(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Let a model name answer with a version, from the next request on.
+    """Let a model name answer with a version, from the next request on. What else it is set to, stays:
+    `loraplex deployments set` changes it.
 
     Examples:
 
@@ -287,7 +288,7 @@ def deploy(
         tenant_id = admin.tenant(tenant)["id"]
         version_id = None
         if version is not None:
-            version_id = str(_find_version(admin.adapters(tenant_id), version)["id"])
+            version_id = str(find_version(admin.adapters(tenant_id), version)["id"])
         deployment = admin.deploy(tenant_id, model, version_id)
     revision = deployment["revision"]
     what = "the base model" if version_id is None else f"{revision['adapter_name']} ({version_id})"
@@ -301,37 +302,64 @@ VersionArgument = Annotated[
 
 
 @app.command()
-def pin(
+def uses(
     version: VersionArgument,
     tenant: TenantOption,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Have every replica load a version now and keep it in memory, however seldom it is used.
-
-    A replica that starts later is not told: give its engine --pin-adapter.
+    """List what names a version: it is not retired before that is gone.
 
     Example:
 
-      loraplex adapters pin pirate --tenant acme
+      loraplex adapters uses pirate:1 --tenant acme
     """
-    _set_pin(version, tenant, data_dir, control_url, is_wanted=True)
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        path = _version_path(tenant_id, find_version(admin.adapters(tenant_id), version))
+        found = admin.call("GET", f"{path}/uses")
+    if as_json:
+        print_json(found)
+    elif not found["uses"]:
+        typer.echo("Nothing names it.")
+    else:
+        rows = [(use["kind"], use["name"], use["id"]) for use in found["uses"]]
+        print_rows([("NAMED BY", "NAME", "ID"), *rows])
 
 
 @app.command()
-def unpin(
+def retire(
     version: VersionArgument,
     tenant: TenantOption,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Let every replica evict a version like any other.
+    """Have nothing use a version any more. Refused while something names it; its files stay.
 
     Example:
 
-      loraplex adapters unpin pirate:1 --tenant acme
+      loraplex adapters retire pirate:1 --tenant acme
     """
-    _set_pin(version, tenant, data_dir, control_url, is_wanted=False)
+    _set_status(version, tenant, data_dir, control_url, "retire", as_json=as_json)
+
+
+@app.command()
+def unretire(
+    version: VersionArgument,
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Let a retired version be used again.
+
+    Example:
+
+      loraplex adapters unretire pirate:1 --tenant acme
+    """
+    _set_status(version, tenant, data_dir, control_url, "unretire", as_json=as_json)
 
 
 @app.command()
@@ -355,22 +383,27 @@ def merge(
     exec_module("loraplex_engine.merge", [*arguments, *(["--force"] if force else [])])
 
 
-def _set_pin(
-    version: str, tenant: str, data_dir: Path, control_url: str | None, *, is_wanted: bool
+def _set_status(
+    version: str,
+    tenant: str,
+    data_dir: Path,
+    control_url: str | None,
+    verb: str,
+    *,
+    as_json: bool,
 ) -> None:
     with open_admin(data_dir, control_url) as admin:
-        found = _find_version(admin.adapters(admin.tenant(tenant)["id"]), version)
-        outcome = admin.set_pin(found["digest"], is_wanted=is_wanted)
-    done = "pinned" if is_wanted else "not pinned any more"
-    for replica in outcome["replicas"]:
-        # One refusal among others is no error of the API.
-        is_done = replica["refusal"] is None
-        typer.echo(
-            f"{replica['replica_id']}: {done if is_done else replica['message'] or replica['refusal']}",
-            err=not is_done,
-        )
-    if any(replica["refusal"] is not None for replica in outcome["replicas"]):
-        raise typer.Exit(1)
+        tenant_id = admin.tenant(tenant)["id"]
+        path = _version_path(tenant_id, find_version(admin.adapters(tenant_id), version))
+        changed = admin.call("POST", f"{path}/{verb}")
+    if as_json:
+        print_json(changed)
+    else:
+        typer.echo(f"{changed['id']} is {changed['status']}")
+
+
+def _version_path(tenant_id: str, version: dict[str, Any]) -> str:
+    return f"/tenants/{tenant_id}/adapters/{version['adapter_id']}/versions/{version['id']}"
 
 
 def _progress_of(job: dict[str, Any]) -> str:
@@ -383,7 +416,12 @@ def _progress_of(job: dict[str, Any]) -> str:
     return str(job["state"])
 
 
-def _find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+def find_version(adapters: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+    """By id, ADAPTER (its newest) or ADAPTER:NUMBER.
+
+    Raises:
+        CommandError: there is none.
+    """
     name, _, number = wanted.partition(":")
     for adapter in adapters:
         for version in sorted(adapter["versions"], key=lambda item: -int(item["version"])):

@@ -14,7 +14,9 @@ from loraplex_platform.cli import (
     backup_commands,
     bench_commands,
     billing_commands,
+    deployment_commands,
     eval_commands,
+    fleet_commands,
     key_commands,
     limit_commands,
     member_commands,
@@ -22,6 +24,7 @@ from loraplex_platform.cli import (
     process_commands,
     reconcile_commands,
     retention_commands,
+    rollout_commands,
     tenant_commands,
     user_commands,
     webhook_commands,
@@ -46,8 +49,12 @@ models = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Base models."
 app.add_typer(models, name="models")
 app.add_typer(bench_commands.app, name="bench", rich_help_panel=_LOCAL)
 app.add_typer(adapter_commands.app, name="adapters")
+app.add_typer(deployment_commands.app, name="deployments")
+app.add_typer(deployment_commands.aliases, name="aliases")
+app.add_typer(deployment_commands.pins, name="pins")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(eval_commands.app, name="eval")
+app.add_typer(rollout_commands.app, name="rollouts")
 app.add_typer(tenant_commands.app, name="tenants")
 app.add_typer(tenant_commands.projects, name="projects")
 app.add_typer(member_commands.app, name="members")
@@ -63,6 +70,9 @@ app.command(rich_help_panel=_OPERATION)(reconcile_commands.reconcile)
 app.command(rich_help_panel=_OPERATION)(retention_commands.retention)
 app.command(rich_help_panel=_OPERATION)(backup_commands.backup)
 app.command(rich_help_panel=_OPERATION)(backup_commands.restore)
+app.add_typer(fleet_commands.builds, name="engine-builds", rich_help_panel=_OPERATION)
+app.add_typer(fleet_commands.residency, name="residency", rich_help_panel=_OPERATION)
+app.command(rich_help_panel=_OPERATION)(fleet_commands.drift)
 app.add_typer(webhook_commands.app, name="webhooks", rich_help_panel=_OPERATION)
 
 

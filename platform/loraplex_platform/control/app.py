@@ -27,7 +27,9 @@ from loraplex_platform.erasure.routes import router as erasure_router
 from loraplex_platform.errors import PlatformError
 from loraplex_platform.evals.routes import routers as eval_routers
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.fleet.residency_routes import router as residency_router
 from loraplex_platform.fleet.routes import router as fleet_router
+from loraplex_platform.gateway.failpoints import CONTROL_POINTS, Failpoints
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelFolderError, ModelTexts
 from loraplex_platform.members import routes as members
@@ -38,6 +40,8 @@ from loraplex_platform.playground.service import Playground
 from loraplex_platform.quotas import routes as quotas
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry import alias_routes as aliases
+from loraplex_platform.registry import deployment_routes as deployments
 from loraplex_platform.registry import import_routes as imports
 from loraplex_platform.registry import quarantine as quarantines
 from loraplex_platform.registry import routes as registry
@@ -57,6 +61,7 @@ from loraplex_platform.registry.upload import MULTIPART_OVERHEAD_BYTES
 from loraplex_platform.registry.upload_files import UploadFolders
 from loraplex_platform.registry.validation import Validator
 from loraplex_platform.retention.routes import router as retention_router
+from loraplex_platform.rollouts.routes import routers as rollout_routers
 from loraplex_platform.settings import ControlSettings
 from loraplex_platform.tenancy import key_routes as keys
 from loraplex_platform.tenancy import routes as tenancy
@@ -135,7 +140,12 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         uploads.bytes_router,
         imports.router,
         imports.jobs_router,
-        registry.deployments_router,
+        registry.builds_router,
+        aliases.router,
+        aliases.versions_router,
+        deployments.router,
+        deployments.platform_router,
+        deployments.pins_router,
         quotas.router,
         quotas.scheduling_router,
         quotas.explain_router,
@@ -148,7 +158,9 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         webhooks.tenant_router,
         webhooks.platform_router,
         *eval_routers,
+        *rollout_routers,
         fleet_router,
+        residency_router,
         users.router,
         users.login_router,
         users.sessions_router,
@@ -252,6 +264,7 @@ async def _open(
         oidc=_oidc(settings, client),
         webhook_vault=Vault(settings.webhook_key, settings.webhook_old_key),
         webhook_rules=OwnerRules(operators=AddressRules(parse_trusted(settings.webhook_networks))),
+        failpoints=Failpoints(settings.failpoint or "", CONTROL_POINTS),
     )
 
 

@@ -70,8 +70,18 @@ async def ensure_base_model(sessions: SessionFactory, settings: ControlSettings)
     )
     async with sessions.begin() as session:
         base_model = await registry.ensure_base_model(session, facts)
-        await ensure_base_deployment(session, SYSTEM, base_model)
+        deployed = await ensure_base_deployment(session, SYSTEM, base_model)
     log.info("base_model_registered", name=facts.name, revision=facts.revision)
+    if deployed.revision.base_model_id != base_model.id:
+        log.warning(
+            "base_deployment_stays",
+            name=facts.name,
+            revision=deployed.revision.number,
+            its_weights=deployed.facts.base_model.revision,
+            weights_here=facts.revision,
+            remedy="start a rollout of it to the engine build that serves these weights, or point "
+            "LORAPLEX_MODEL_DIR at the other folder",
+        )
     return base_model
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
 from loraplex_platform.rates.redis_client import DeadlineRedis
@@ -55,6 +56,7 @@ class ControlContext:
     oidc: OidcProvider | None = None
     webhook_vault: Vault = field(default_factory=lambda: Vault(None))
     webhook_rules: OwnerRules = field(default_factory=OwnerRules)
+    failpoints: Failpoints = INERT
 
 
 def get_context(request: Request) -> ControlContext:

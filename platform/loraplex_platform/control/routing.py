@@ -154,6 +154,7 @@ async def _run_transaction(
 ) -> tuple[Response, datetime | None]:
     """The response, and the `now()` of a transaction that may have changed something."""
     changed_at = None
+    failpoints = get_context(request).failpoints
     async with get_context(request).sessions() as session:
         request.state.session = session
         reach: Reach = request.state.reach
@@ -170,7 +171,10 @@ async def _run_transaction(
                 await keyed.finish(session, response)
             if request.method not in ("GET", "HEAD"):
                 changed_at = await session.scalar(select(func.now()))
+                failpoints.hit("before_commit")
             await session.commit()
+    if changed_at is not None:
+        failpoints.hit("after_commit")
     return response, changed_at
 
 

@@ -6,7 +6,7 @@ import unicodedata
 from datetime import datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StrictInt
 
 T = TypeVar("T")
 
@@ -31,6 +31,10 @@ def _clean(text: str) -> str:
 
 
 CleanText = Annotated[str, AfterValidator(_clean)]
+
+_MAX_UNIX_S = 253_402_300_799  # the end of the year 9999, as far as Postgres and datetime agree
+# Unix seconds as somebody sends them.
+UnixTime = Annotated[StrictInt, Field(ge=0, le=_MAX_UNIX_S)]
 
 # Unix seconds on the wire.
 UnixSeconds = Annotated[

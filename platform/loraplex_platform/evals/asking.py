@@ -121,7 +121,7 @@ class Asker:
             if left_s < _LEAST_S:
                 raise CaseError(f"{reason} for {_now_s() - began_s:.0f} s")
             try:
-                replica = self.router.choose(self.base_model, length)
+                replica = self.router.choose(self.base_model, length, builds=target.builds)
                 answer = await ask(
                     self.sessions,
                     replica,
@@ -131,6 +131,8 @@ class Asker:
                 return _checked(answer, left_s)
             except EngineUnavailableError:
                 reason = "no engine was ready"
+                if target.builds.only is not None:
+                    reason = f"no engine of the build {target.builds.only} was ready"
             except EngineRejectedError as error:
                 if error.code == "adapter_invalid":
                     raise TargetError(f"the engine refuses the adapter: {error.message}") from None

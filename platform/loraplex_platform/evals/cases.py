@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,9 +174,11 @@ class CaseRunner:
                 ]
                 replies[index] = await self._replies(check.judge_model, prompts, deadline_s)
             elif isinstance(check, ReferenceCheck):
-                own[index] = await self._score(self.target, case, check.reference)
+                own[index] = await self._score(self.target, case, check.reference, deadline_s)
                 if check.max_drop is not None and self.baseline is not None:
-                    theirs[index] = await self._score(self.baseline, case, check.reference)
+                    theirs[index] = await self._score(
+                        self.baseline, case, check.reference, deadline_s
+                    )
         return Evidence(
             output=output,
             baseline_output=result.baseline_output,
@@ -185,12 +187,16 @@ class CaseRunner:
             baseline_logprobs=theirs,
         )
 
-    async def _score(self, target: Target, case: Case, reference: str) -> Any:  # noqa: ANN401
+    async def _score(
+        self, target: Target, case: Case, reference: str, deadline_s: float
+    ) -> Sequence[float] | Unknown:
         try:
             prompt_ids = await self._prompt_of(target, case)
             [reference_ids] = await self.asker.tokenizer.encode_plain([reference])
-            return await scoring.reference_logprobs(prompt_ids, reference_ids)
-        except (CaseError, scoring.ScoringUnavailableError) as error:
+            return await scoring.reference_logprobs(
+                self.asker, target, prompt_ids, reference_ids, deadline_s
+            )
+        except CaseError as error:
             return Unknown(str(error))
 
     async def _replies(self, judge: Judge, prompts: list[str], deadline_s: float) -> Reply:

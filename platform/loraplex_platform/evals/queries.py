@@ -10,20 +10,23 @@ from uuid import UUID
 from sqlalchemy import Select, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
+from sqlalchemy.orm import aliased, defer
 
 from loraplex_platform.db import (
     BaseModel,
     Deployment,
     DeploymentRevision,
+    EngineBuild,
     EvalResult,
     EvalRun,
     EvalSchedule,
     EvalSuite,
     EvalSuiteVersion,
     Request,
+    Rollout,
 )
 from loraplex_platform.evals.records import Target
+from loraplex_platform.gateway.builds import BuildRule
 from loraplex_platform.ids import uuid7
 
 ACTIVE = ("queued", "running")
@@ -117,11 +120,37 @@ async def find_version_by_digest(
 # ---------------------------------------------------------------------------- what is asked
 
 
-def _targets() -> Select[DeploymentRevision, str, str]:
+_TriedRevision = aliased(DeploymentRevision)
+_TriedBuild = aliased(EngineBuild)
+
+
+def _targets() -> Select[DeploymentRevision, str, str, str | None, str | None]:
+    """Revisions with their names, their own engine build, and the one that a rollout tries beside them."""
+    tried = (
+        select(_TriedBuild.fingerprint)
+        .select_from(Rollout)
+        .join(_TriedRevision, _TriedRevision.id == Rollout.canary_revision_id)
+        .join(_TriedBuild, _TriedBuild.id == _TriedRevision.engine_build_id)
+        .where(
+            Rollout.deployment_id == Deployment.id,
+            Rollout.state.in_(("evaluating", "shadow", "canary")),
+            Rollout.canary_revision_id != DeploymentRevision.id,
+            DeploymentRevision.engine_build_id.is_(None),
+        )
+        .correlate(Deployment, DeploymentRevision)
+        .scalar_subquery()
+    )
     return (
-        select(DeploymentRevision, Deployment.public_name, BaseModel.name)
+        select(
+            DeploymentRevision,
+            Deployment.public_name,
+            BaseModel.name,
+            EngineBuild.fingerprint,
+            tried,
+        )
         .join(Deployment, Deployment.id == DeploymentRevision.deployment_id)
         .join(BaseModel, BaseModel.id == DeploymentRevision.base_model_id)
+        .outerjoin(EngineBuild, EngineBuild.id == DeploymentRevision.engine_build_id)
     )
 
 
@@ -153,7 +182,7 @@ async def find_current_target(session: AsyncSession, tenant_id: UUID, name: str)
 def _to_target(row: Any) -> Target | None:  # noqa: ANN401 (a row of `_targets`)
     if row is None:
         return None
-    revision, model, base_model = row
+    revision, model, base_model, fingerprint, tried = row
     return Target(
         revision_id=revision.id,
         deployment_id=revision.deployment_id,
@@ -163,6 +192,7 @@ def _to_target(row: Any) -> Target | None:  # noqa: ANN401 (a row of `_targets`)
         adapter_version_id=revision.adapter_version_id,
         adapter_digest=revision.adapter_digest,
         params=revision.params,
+        builds=BuildRule(only=fingerprint, never=tried),
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 from uuid import UUID
 
+from loraplex_platform.gateway.builds import ANY_BUILD, BuildRule
+
 # Below every tenant's (-100 to 100): an eval takes what nobody else wants.
 PRIORITY: Final = -1_000
 MAX_CONCURRENCY: Final = 64
@@ -31,7 +33,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An immutable revision, with all that asking it needs."""
+    """An immutable revision, with all that asking it needs. `builds`: which engine builds answer for it."""
 
     revision_id: UUID
     deployment_id: UUID
@@ -41,3 +43,4 @@ class Target:
     adapter_version_id: UUID | None
     adapter_digest: str | None
     params: dict[str, Any]
+    builds: BuildRule = ANY_BUILD

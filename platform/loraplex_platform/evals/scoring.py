@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex_engine.protocol import SamplingParams
 
-class ScoringUnavailableError(Exception):
-    """No engine can score given text; the message says what to do."""
+from loraplex_platform.evals.asking import Asker, CaseError
+from loraplex_platform.evals.records import Target
 
 
 async def reference_logprobs(
-    prompt_token_ids: Sequence[int], reference_token_ids: Sequence[int]
+    asker: Asker,
+    target: Target,
+    prompt_token_ids: list[int],
+    reference_token_ids: Sequence[int],
+    deadline_s: float,
 ) -> Sequence[float]:
     """Natural-log probability of each reference token after the prompt and those before it.
 
+    Args:
+        deadline_s: by the event loop's clock.
+
     Raises:
-        ScoringUnavailableError: always, until the engine's protocol takes `prompt_logprobs` and
-            `score_from` (here: the prompt's length) and answers with them in the terminal event.
+        CaseError: there is nothing to score, or no engine did it; the message says which.
+        CaseTimeoutError: it did not come in time.
     """
-    raise ScoringUnavailableError(
-        f"the engines of this release cannot score given text ({len(prompt_token_ids)} prompt and "
-        f"{len(reference_token_ids)} reference tokens); use another check until they can"
+    forced = tuple(reference_token_ids)
+    if not forced:
+        raise CaseError("the reference has no tokens: there is nothing to compare with")
+    sampling = SamplingParams(
+        max_tokens=len(forced), temperature=0.0, logprobs=0, forced_token_ids=forced
     )
+    answer = await asker.put(target, prompt_token_ids, sampling, deadline_s)
+    if len(answer.logprobs) != len(forced):
+        raise CaseError(
+            f"the engine scored {len(answer.logprobs)} of the reference's {len(forced)} tokens"
+        )
+    return answer.logprobs

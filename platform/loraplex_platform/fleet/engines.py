@@ -120,10 +120,22 @@ class EngineFleet:
     async def set_pin(self, digest: str, *, is_wanted: bool) -> list[PinOutcome]:
         """Have every replica that is known now keep an adapter in memory, or let it go; by replica id.
 
-        A replica that starts later, or again, knows nothing of it: its own `--pin-adapter` is for that.
+        The worker tells those that start later, or again: see residency.py.
         """
         replicas = sorted(self._router.replicas, key=lambda r: r.record.replica_id)
         return list(await asyncio.gather(*(_set_pin(r, digest, is_wanted) for r in replicas)))
+
+    def running_builds(self) -> dict[str, list[str]]:
+        """Fingerprint -> ids of the replicas that take requests for it now."""
+        running: dict[str, list[str]] = {}
+        for replica in self._router.replicas:
+            if replica.is_ready:
+                welcome = replica.client.welcome
+                fingerprint = replica.record.model_fingerprint
+                if welcome is not None and welcome.model_fingerprint:
+                    fingerprint = welcome.model_fingerprint
+                running.setdefault(fingerprint, []).append(replica.record.replica_id)
+        return {fingerprint: sorted(ids) for fingerprint, ids in running.items()}
 
     async def views(self) -> list[ReplicaView]:
         """Every known replica with fresh statistics where it answers, by id."""

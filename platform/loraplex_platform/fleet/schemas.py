@@ -28,6 +28,8 @@ class EngineStatsResource(BaseModel):
     adapters_resident: list[str]
     adapters_host: list[str]
     adapters_pinned: list[str] = []  # by the operator: kept in host memory
+    adapters_pinned_at_start: list[str] | None = None  # those of the engine's own flag
+    adapters_pin_failed: dict[str, str] = {}  # digest -> why it is not in memory
     adapter_leases: int
     max_adapters_in_step: int
     mixed_steps_total: int
@@ -56,6 +58,9 @@ class ReplicaResource(BaseModel):
     state: str
     started_at_unix_s: float
     row_rule_holds: bool
+    base_revision: str  # the weights; empty: a release that does not say
+    tokenizer_sha256: str
+    chat_template_sha256: str
     stats: EngineStatsResource | None
     prompt_tokens_per_s: float
     generation_tokens_per_s: float
@@ -69,14 +74,6 @@ class PinOutcomeResource(BaseModel):
     pinned: list[str] | None  # digests that it keeps now; null: it refused
     refusal: str | None  # why, as a code; "unreachable": it did not answer
     message: str | None
-
-
-class PinResource(BaseModel):
-    """What the replicas made of a pin, or of taking it back."""
-
-    object: Literal["fleet_pin"] = "fleet_pin"
-    digest: str
-    replicas: list[PinOutcomeResource]
 
 
 class GatewayResource(Resource):

@@ -1,17 +1,13 @@
-"""What the fleet does right now, added up; and what the operator has it keep."""
+"""What the fleet does right now, added up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy.ext.asyncio import AsyncSession
-
-from loraplex_platform.audit.service import Actor, record
 from loraplex_platform.billing.money import format_usd
-from loraplex_platform.errors import ConflictError, EngineUnavailableError
-from loraplex_platform.fleet.engines import UNREACHABLE, EngineFleet, ReplicaView
+from loraplex_platform.fleet.engines import ReplicaView
 from loraplex_platform.fleet.queries import Counts
-from loraplex_platform.fleet.schemas import OverviewResource, PinOutcomeResource, PinResource
+from loraplex_platform.fleet.schemas import OverviewResource
 
 
 def overview(views: Sequence[ReplicaView], counts: Counts) -> OverviewResource:
@@ -32,36 +28,4 @@ def overview(views: Sequence[ReplicaView], counts: Counts) -> OverviewResource:
         adapters=counts.adapters,
         deployments=counts.deployments,
         cost_today_usd=format_usd(counts.cost_today_pico),
-    )
-
-
-async def set_pin(
-    session: AsyncSession, actor: Actor, fleet: EngineFleet, digest: str, *, is_wanted: bool
-) -> PinResource:
-    """Pin an adapter on every replica, or take that back. Done where at least one replica did it.
-
-    Raises:
-        EngineUnavailableError: there is no replica, or none answers.
-        ConflictError: all that answer refuse.
-    """
-    outcomes = await fleet.set_pin(digest, is_wanted=is_wanted)
-    if not any(outcome.pinned is not None for outcome in outcomes):
-        reasons = "; ".join(f"{outcome.replica_id}: {outcome.message}" for outcome in outcomes)
-        if all(outcome.refusal == UNREACHABLE for outcome in outcomes):
-            raise EngineUnavailableError(reasons or "no engine replica is known")
-        raise ConflictError(reasons)
-    action = "adapter_digest.pin" if is_wanted else "adapter_digest.unpin"
-    # By digest, since no tenant's adapter is meant: whoever uses this content finds it in memory.
-    record(session, actor, action, "adapter_digest", None, detail={"digest": digest})
-    return PinResource(
-        digest=digest,
-        replicas=[
-            PinOutcomeResource(
-                replica_id=outcome.replica_id,
-                pinned=outcome.pinned,
-                refusal=outcome.refusal,
-                message=outcome.message,
-            )
-            for outcome in outcomes
-        ],
     )

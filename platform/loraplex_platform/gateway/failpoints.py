@@ -1,4 +1,6 @@
-"""Named points of a request's path at which a test lets the gateway fail. Without one they do nothing.
+"""Named points at which a test lets a process fail: a gateway on a request's path, a worker, a control API.
+
+Without one they do nothing.
 
     LORAPLEX_FAILPOINT=after_tx1:kill               the process dies there, as by kill -9
     LORAPLEX_FAILPOINT=mid_stream:kill#5            the fifth time that it gets there
@@ -18,6 +20,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -38,7 +41,21 @@ Point = Literal[
     "after_answer",
     "clock",
 ]
+# Of the other processes, whose settings take the same.
+WorkerPoint = Literal[
+    "rollout_claimed",
+    "rollout_looked",  # its requests are summed, nothing is decided
+    "inside_transition",  # all of it is written, nothing is committed
+    "after_transition",
+]
+ControlPoint = Literal[
+    "before_commit",  # of a change
+    "after_commit",  # before it is answered
+]
 POINTS: Final = get_args(Point)
+WORKER_POINTS: Final = get_args(WorkerPoint)
+CONTROL_POINTS: Final = get_args(ControlPoint)
+_ALL: Final = (*POINTS, *WORKER_POINTS, *CONTROL_POINTS)
 _ACTION: Final = re.compile(r"(\w+):(kill|stall|error|skew)(?:\((-?[\d.]+)\))?(?:#(\d+))?")
 
 
@@ -62,26 +79,29 @@ class Failpoints:
 
     Args:
         spec: as in LORAPLEX_FAILPOINT; empty: none.
+        points: that the process has; those of other processes are left to them.
 
     Raises:
         FailpointError: `spec` cannot be read.
     """
 
-    def __init__(self, spec: str = "") -> None:
+    def __init__(self, spec: str = "", points: Sequence[str] = POINTS) -> None:
         self._actions: dict[str, _Action] = {}
         self._skew_s = 0.0
         for part in filter(None, (text.strip() for text in spec.split(","))):
             match = _ACTION.fullmatch(part)
-            if match is None or match[1] not in POINTS:
+            if match is None or match[1] not in _ALL:
                 raise FailpointError(
                     f"'{part[:80]}' is no failpoint: use POINT:kill, POINT:stall(SECONDS), POINT:error or"
-                    f" clock:skew(SECONDS), with #N for the Nth time; points are {', '.join(POINTS)}"
+                    f" clock:skew(SECONDS), with #N for the Nth time; points are {', '.join(_ALL)}"
                 )
             if (match[2] == "skew") != (match[1] == "clock"):
                 raise FailpointError(f"'{part}': 'clock' and 'skew' go together")
+            if match[1] not in points:
+                continue  # another process's, which has the same environment
             self._actions[match[1]] = _Action(match[2], float(match[3] or 0), int(match[4] or 1))
 
-    def hit(self, point: Point) -> None:
+    def hit(self, point: Point | WorkerPoint | ControlPoint) -> None:
         """Somebody got here."""
         if self._actions and (action := self._actions.get(point)) and action.is_due():
             self._act(action, point)
@@ -92,7 +112,7 @@ class Failpoints:
             self._skew_s = action.seconds
         return None if self._skew_s == 0 else round((time.time() + self._skew_s) * 1000)
 
-    def _act(self, action: _Action, point: Point) -> None:
+    def _act(self, action: _Action, point: str) -> None:
         if point in ("inside_tx1", "inside_tx2"):
             # The transaction is under way by then: the tests' database takes its time over it.
             asyncio.get_running_loop().call_later(action.seconds, _do, action.kind, 0.0)

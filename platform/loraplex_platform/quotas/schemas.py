@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
 from loraplex_platform.billing.money import format_usd
-from loraplex_platform.control.schemas import Body, Resource, UnixSeconds
+from loraplex_platform.control.schemas import Body, Resource, UnixSeconds, UnixTime
 from loraplex_platform.db import Limit
 from loraplex_platform.db.quotas import NO_SCOPE_ID
 from loraplex_platform.ids import format_id
@@ -41,7 +41,6 @@ _UNITS: dict[str, Unit] = {
 }
 _SECONDS_PER_HOUR = 3600
 
-_MAX_UNIX_S = 253_402_300_799  # the end of the year 9999, as far as Postgres and datetime agree
 Value = Annotated[
     str,
     Field(
@@ -64,7 +63,6 @@ AlertPct = Annotated[
         examples=[[50, 80, 100]],
     ),
 ]
-UnixTime = Annotated[StrictInt, Field(ge=0, le=_MAX_UNIX_S)]
 
 
 class NewLimit(Body):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex_engine.artifact import identify_model, identity_files
+
 _SHAPE_FIELDS = (
     "architectures",
     "model_type",
@@ -55,26 +57,28 @@ def read_base_model(folder: Path, name: str) -> BaseModelFacts:
             f"{folder}: no *.safetensors in it. Run `loraplex models pull {name}`, or set "
             "LORAPLEX_MODEL_DIR to a Hugging Face folder."
         )
-    manifest = "".join(f"{path.name}\0{_sha256(path)}\n" for path in weights)
+    paths = [*identity_files(folder), folder / "tokenizer.json"]
+    try:
+        identity = identify_model(
+            folder, {path.name: _sha256(path) for path in dict.fromkeys(paths)}
+        )
+    except OSError as error:
+        raise BaseModelError(
+            f"{folder}/tokenizer_config.json: cannot be read ({error.strerror})."
+        ) from error
+    except ValueError as error:
+        raise BaseModelError(
+            f"{folder}/tokenizer_config.json: not a JSON object ({error})."
+        ) from error
     config = _read_json(folder / "config.json")
     return BaseModelFacts(
         name=name,
-        revision="sha256:" + hashlib.sha256(manifest.encode()).hexdigest(),
-        tokenizer_sha256=_sha256(folder / "tokenizer.json"),
-        chat_template_sha256=_template_sha256(folder),
+        revision=identity.revision,
+        tokenizer_sha256=identity.tokenizer_sha256,
+        chat_template_sha256=identity.chat_template_sha256,
         license=config.get("license") if isinstance(config.get("license"), str) else None,
         architecture={field: config[field] for field in _SHAPE_FIELDS if field in config},
     )
-
-
-def _template_sha256(folder: Path) -> str:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return _sha256(path)
-    config = _read_json(folder / "tokenizer_config.json")
-    template = config.get("chat_template") or ""
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

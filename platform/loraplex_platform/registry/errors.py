@@ -41,6 +41,24 @@ class UploadBusyError(ConflictError):
         super().__init__("Another request is working on this upload; try again.", retry_after_s=1)
 
 
+class RolloutActiveError(ConflictError):
+    """A rollout of the deployment is on its way: what it compares stays as it is."""
+
+    code = "rollout_active"
+
+    def __init__(self, deployment: str, rollout_id: str, state: str) -> None:
+        super().__init__(
+            f"A rollout of {deployment} is on its way: {rollout_id} ({state}). Promote it, abort it, or wait for "
+            "its end; then change the deployment."
+        )
+
+
+class InUseError(ConflictError):
+    """Something names it; the message lists what."""
+
+    code = "in_use"
+
+
 class UploadGoneError(PlatformError):
     """It has expired; its bytes are deleted."""
 

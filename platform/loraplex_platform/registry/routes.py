@@ -11,18 +11,17 @@ from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import StreamedRoute, admin_router
 from loraplex_platform.control.schemas import ListPage
-from loraplex_platform.db import Adapter, BaseModel, Deployment
+from loraplex_platform.db import Adapter, BaseModel, EngineBuild
 from loraplex_platform.errors import PlatformError
-from loraplex_platform.registry import deployments, queries, service, upload
+from loraplex_platform.registry import queries, service, upload
 from loraplex_platform.registry.schemas import (
     AdapterResource,
     BaseModelResource,
-    DeploymentResource,
-    NewDeployment,
+    EngineBuildResource,
     UploadedAdapter,
     show_adapter,
     show_base_model,
-    show_deployment,
+    show_build,
 )
 from loraplex_platform.registry.storing import store
 from loraplex_platform.tenancy import service as tenancy
@@ -33,7 +32,7 @@ adapters_router = admin_router("/tenants/{tenant_id}/adapters", "Adapters")
 uploads_router = admin_router(
     "/tenants/{tenant_id}/adapters", "Adapters", route_class=StreamedRoute
 )
-deployments_router = admin_router("/tenants/{tenant_id}/deployments", "Deployments")
+builds_router = admin_router("/engine-builds", "Base models")
 
 _UPLOAD_SCHEMA: dict[str, Any] = {
     "requestBody": {
@@ -91,6 +90,22 @@ async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseMod
     return to_list(rows, has_more, show_base_model)
 
 
+@builds_router.get("")
+@requires("model.read")
+async def list_engine_builds(
+    page: Paging, request: Request, context: Context, session: DbSession
+) -> ListPage[EngineBuildResource]:
+    """What ever computed here: replicas of one build give the same bits. Which replicas run it now, only the
+    operator sees.
+    """
+    rows, has_more = await fetch(
+        session, queries.all_builds(), EngineBuild.id, page, "engine_build"
+    )
+    running = context.fleet.running_builds()
+    is_operator = request.state.reach.tenant_ids is None
+    return to_list(rows, has_more, lambda build: show_build(build, running, is_operator))
+
+
 @uploads_router.post(
     "",
     status_code=201,
@@ -146,72 +161,3 @@ async def get_adapter(
     """One adapter with its versions."""
     adapter, versions = await service.get_adapter(session, owner.id, adapter_id)
     return show_adapter(adapter, versions)
-
-
-DeploymentName = Annotated[
-    str,
-    Path(
-        description="The model id that the tenant's clients ask for.",
-        examples=["capitals"],
-        max_length=128,
-    ),
-]
-
-
-@deployments_router.put("/{name}")
-@requires("deployment.write")
-async def put_deployment(
-    owner: Owner,
-    name: DeploymentName,
-    body: NewDeployment,
-    *,
-    request: Request,
-    context: Context,
-    session: DbSession,
-) -> DeploymentResource:
-    """Have a model id answer with an adapter version, or with the base (`null`).
-
-    Holds from the next request on; running ones finish on their revision. The same again changes
-    nothing.
-    """
-    deployed = await deployments.deploy(
-        session,
-        request.state.actor,
-        context.intake.base_model,
-        owner.id,
-        name=name,
-        version_id=body.version_id,
-    )
-    if deployed.revision.adapter_digest is not None:
-        context.fleet.prefetch(deployed.revision.adapter_digest)
-    return show_deployment(owner.id, deployed)
-
-
-@deployments_router.get("")
-@requires("deployment.read")
-async def list_deployments(
-    owner: Owner, page: Paging, session: DbSession
-) -> ListPage[DeploymentResource]:
-    """The tenant's model ids."""
-    statement = queries.live_deployments(owner.id)
-    rows, has_more = await fetch(session, statement, Deployment.id, page, "deployment")
-    resolved = await queries.resolve(session, rows)
-    return to_list(resolved, has_more, lambda deployed: show_deployment(owner.id, deployed))
-
-
-@deployments_router.get("/{name}")
-@requires("deployment.read")
-async def get_deployment(
-    owner: Owner, name: DeploymentName, session: DbSession
-) -> DeploymentResource:
-    """One model id and its current revision."""
-    return show_deployment(owner.id, await deployments.find(session, owner.id, name))
-
-
-@deployments_router.delete("/{name}", status_code=204)
-@requires("deployment.write")
-async def archive_deployment(
-    owner: Owner, name: DeploymentName, request: Request, session: DbSession
-) -> None:
-    """Take a model id away: its next request is a 404."""
-    await deployments.archive(session, request.state.actor, owner.id, name)

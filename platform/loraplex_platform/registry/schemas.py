@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 from uuid import UUID
 
 from pydantic import BaseModel as Schema
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from loraplex_platform.control.schemas import Body, Resource, UnixSeconds
-from loraplex_platform.db import Adapter, AdapterVersion, BaseModel
+from loraplex_platform.db import Adapter, AdapterVersion, BaseModel, EngineBuild
+from loraplex_platform.gateway.revision_params import RevisionParams
 from loraplex_platform.ids import format_id
-from loraplex_platform.registry.queries import DeployedRevision
+from loraplex_platform.registry.params import canonical_params, schema_of
+from loraplex_platform.registry.queries import DeployedRevision, RevisionFacts
 
 
 class BaseModelResource(Resource):
@@ -26,6 +29,23 @@ class BaseModelResource(Resource):
     license: str | None
     architecture: dict[str, Any]
     created_at: UnixSeconds
+
+
+class EngineBuildResource(Resource):
+    """What computes: weights, their dtype and quantization, engine version and image."""
+
+    object: Literal["engine_build"] = "engine_build"
+    id: str
+    fingerprint: str
+    base_model: str
+    base_model_id: str | None = Field(description="Its weights; null: they are not known here.")
+    facts: dict[str, Any] = Field(description="Of the replica that was seen first.")
+    is_running: bool
+    replicas: list[str] | None = Field(
+        description="That run it now; null: only the operator is told."
+    )
+    first_seen_at: UnixSeconds
+    last_seen_at: UnixSeconds
 
 
 class CheckResource(Schema):
@@ -147,20 +167,66 @@ class UploadedAdapter(Resource):
     version: VersionResource
 
 
-class NewDeployment(Body):
-    """What shall answer under the name."""
+_VERSION = "An adapter version of this tenant; null: the base."
+_BUILD = "Only replicas of this engine build answer; null: any of the base."
+_BOOK = "Bill by this book, which only the operator chooses; null: by the one in force. Left out, it stays as it is."
+
+
+class RevisionContent(Body):
+    """Exactly what shall answer. What is left out is at its default, but for the price book."""
+
+    version_id: str | None = Field(description=_VERSION)
+    engine_build_id: str | None = Field(default=None, description=_BUILD)
+    price_book_id: str | None = Field(default=None, description=_BOOK)
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="`system_prompt`, for chats that bring no system message, and `sampling`, defaults for what a "
+        "request leaves open.",
+        json_schema_extra=schema_of(RevisionParams),
+    )
+
+    @field_validator("params")
+    @classmethod
+    def _check_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        return canonical_params(params)
+
+
+class FollowedAlias(Body):
+    """An alias of one of the tenant's adapters."""
+
+    adapter_id: str
+    alias: str = Field(min_length=1, max_length=64)
+
+
+class NewDeployment(RevisionContent):
+    """What shall answer under the name, now and, if it follows an alias, whenever that moves."""
 
     model_config = ConfigDict(
         extra="forbid",
         json_schema_extra={
             "examples": [
                 {"version_id": "ver_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f"},
-                {"version_id": None},
+                {"version_id": None, "params": {"sampling": {"temperature": 0.2}}},
+                {
+                    "follow": {
+                        "adapter_id": "adp_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f",
+                        "alias": "production",
+                    }
+                },
             ]
         },
     )
 
-    version_id: str | None = Field(description="An adapter version of this tenant; null: the base.")
+    version_id: str | None = Field(default=None, description=_VERSION)
+    follow: FollowedAlias | None = Field(
+        default=None, description="In place of `version_id`: the version that this alias names."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> NewDeployment:
+        if ("version_id" in self.model_fields_set) == (self.follow is not None):
+            raise ValueError("give either version_id (null: the base) or follow, not both.")
+        return self
 
 
 class RevisionResource(Resource):
@@ -168,22 +234,48 @@ class RevisionResource(Resource):
 
     id: str
     number: int
+    sha256: str = Field(description="Of all that makes it: two with one digest are the same.")
+    base_model_id: str
+    base_revision: str
     version_id: str | None
     adapter_id: str | None
     adapter_name: str | None
+    version: int | None
     digest: str | None
+    engine_build_id: str | None
+    fingerprint: str | None = Field(description="The engine build's.")
+    price_book_id: str | None
+    params: dict[str, Any]
     created_at: UnixSeconds
 
 
+class RevisionChange(Schema):
+    """A field in which two revisions differ."""
+
+    field: str
+    before: Any = Field(description="Of the revision that it is compared to.")
+    after: Any
+
+
+class ComparedRevision(RevisionResource):
+    """A revision beside another one."""
+
+    against: str | None = Field(description="The revision that it is compared to.")
+    changes: list[RevisionChange] | None = Field(
+        description="What is another there; null: it is compared to none."
+    )
+
+
 class DeploymentResource(Resource):
-    """A public model id of a tenant and its current revision."""
+    """A public model id and its current revision. Without a tenant it is the platform's own."""
 
     object: Literal["deployment"] = "deployment"
     id: str
-    tenant_id: str
+    tenant_id: str | None
     name: str
     base_model: str
     revision: RevisionResource
+    follow: FollowedAlias | None
     created_at: UnixSeconds
     updated_at: UnixSeconds
 
@@ -199,6 +291,24 @@ def show_base_model(model: BaseModel) -> BaseModelResource:
         license=model.license,
         architecture=model.architecture,
         created_at=model.created_at,
+    )
+
+
+def show_build(
+    build: EngineBuild, running: Mapping[str, list[str]], is_operator: bool
+) -> EngineBuildResource:
+    """The build as the API shows it. `running`: fingerprint -> replicas."""
+    replicas = running.get(build.fingerprint, [])
+    return EngineBuildResource(
+        id=format_id("engine_build", build.id),
+        fingerprint=build.fingerprint,
+        base_model=build.base_model,
+        base_model_id=_id("base_model", build.base_model_id),
+        facts=build.facts,
+        is_running=bool(replicas),
+        replicas=replicas if is_operator else None,
+        first_seen_at=build.first_seen_at,
+        last_seen_at=build.last_seen_at,
     )
 
 
@@ -240,24 +350,48 @@ def show_upload(adapter: Adapter, version: AdapterVersion) -> UploadedAdapter:
     )
 
 
-def show_deployment(tenant_id: UUID, deployed: DeployedRevision) -> DeploymentResource:
-    """A tenant's deployment as the API shows it."""
-    deployment, revision, adapter = deployed.deployment, deployed.revision, deployed.adapter
-    version_id = revision.adapter_version_id
+def show_revision(facts: RevisionFacts) -> RevisionResource:
+    """The revision as the API shows it."""
+    revision, adapter, version = facts.revision, facts.adapter, facts.version
+    return RevisionResource(
+        id=format_id("deployment_revision", revision.id),
+        number=revision.number,
+        sha256=revision.sha256,
+        base_model_id=format_id("base_model", revision.base_model_id),
+        base_revision=facts.base_model.revision,
+        version_id=_id("adapter_version", revision.adapter_version_id),
+        adapter_id=_id("adapter", None if adapter is None else adapter.id),
+        adapter_name=None if adapter is None else adapter.name,
+        version=None if version is None else version.version,
+        digest=revision.adapter_digest,
+        engine_build_id=_id("engine_build", revision.engine_build_id),
+        fingerprint=None if facts.build is None else facts.build.fingerprint,
+        price_book_id=_id("price_book", revision.price_book_id),
+        params=revision.params,
+        created_at=revision.created_at,
+    )
+
+
+def show_deployment(deployed: DeployedRevision) -> DeploymentResource:
+    """A deployment as the API shows it."""
+    deployment = deployed.deployment
+    follow = None
+    if deployment.followed_adapter_id is not None and deployment.followed_alias is not None:
+        follow = FollowedAlias(
+            adapter_id=format_id("adapter", deployment.followed_adapter_id),
+            alias=deployment.followed_alias,
+        )
     return DeploymentResource(
         id=format_id("deployment", deployment.id),
-        tenant_id=format_id("tenant", tenant_id),
+        tenant_id=_id("tenant", deployment.tenant_id),
         name=deployment.public_name,
-        base_model=deployed.base_model.name,
-        revision=RevisionResource(
-            id=format_id("deployment_revision", revision.id),
-            number=revision.number,
-            version_id=None if version_id is None else format_id("adapter_version", version_id),
-            adapter_id=None if adapter is None else format_id("adapter", adapter.id),
-            adapter_name=None if adapter is None else adapter.name,
-            digest=revision.adapter_digest,
-            created_at=revision.created_at,
-        ),
+        base_model=deployed.facts.base_model.name,
+        revision=show_revision(deployed.facts),
+        follow=follow,
         created_at=deployment.created_at,
         updated_at=deployment.updated_at,
     )
+
+
+def _id(kind: str, value: UUID | None) -> str | None:
+    return None if value is None else format_id(kind, value)

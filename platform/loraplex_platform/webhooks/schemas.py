@@ -10,14 +10,15 @@ from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSec
 from loraplex_platform.db import Webhook, WebhookDelivery
 from loraplex_platform.ids import format_id
 
-TopicName = Literal["alert", "invoice"]
+TopicName = Literal["alert", "invoice", "rollout"]
 Url = Annotated[str, Field(min_length=1, max_length=2000, examples=["https://example.com/hooks"])]
 Topics = Annotated[
     list[TopicName],
     Field(
         min_length=1,
-        max_length=2,
-        description="alert: thresholds of limits, and webhooks that fail. invoice: issued and void ones.",
+        max_length=3,
+        description="alert: thresholds of limits, webhooks that fail, rollouts that a gate aborts or that wait for somebody. "
+        "invoice: issued and void ones. rollout: each step and end of one.",
     ),
 ]
 Description = Annotated[CleanText, Field(max_length=200)]

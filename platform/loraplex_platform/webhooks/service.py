@@ -42,7 +42,7 @@ from loraplex_platform.webhooks.signing import Sealed, Vault, WebhookKeyMissingE
 log = structlog.get_logger(__name__)
 
 # Topics of the outbox that webhooks may ask for.
-TOPICS: Final = ("alert", "invoice")
+TOPICS: Final = ("alert", "invoice", "rollout")
 TEST_TOPIC: Final = "test"
 MAX_WEBHOOKS: Final = 20
 PATIENCE: Final = timedelta(days=1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from loraplex_platform.audit.service import SYSTEM
 from loraplex_platform.billing.adapter_hours import AdapterHoursWorker
@@ -20,6 +20,7 @@ from loraplex_platform.billing.invoices import InvoiceWorker
 from loraplex_platform.billing.rollups import RollupWorker
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.evals.runner import EvalWorker
+from loraplex_platform.gateway.failpoints import WORKER_POINTS, Failpoints
 from loraplex_platform.gateway.routing import Router
 from loraplex_platform.gateway.tokenization import BaseTokenizer, ModelTexts
 from loraplex_platform.ids import uuid7_floor
@@ -29,7 +30,11 @@ from loraplex_platform.quotas import queries as quotas
 from loraplex_platform.rates.invariant import checks_of_redis
 from loraplex_platform.rates.redis_client import DeadlineRedis, RedisMetrics
 from loraplex_platform.rates.versions import version_topic
+from loraplex_platform.registry.builds import BuildKeeper
+from loraplex_platform.registry.pins import PinWatch
 from loraplex_platform.retention import service as retention
+from loraplex_platform.rollouts.driver import RolloutDriver
+from loraplex_platform.rollouts.serving import ConnectedFleet
 from loraplex_platform.settings import WorkerSettings
 from loraplex_platform.webhooks.addresses import AddressRules, OwnerRules, parse_trusted
 from loraplex_platform.webhooks.sender import Sender
@@ -39,11 +44,14 @@ from loraplex_platform.worker import queries
 from loraplex_platform.worker.engines import ConnectedEngines
 from loraplex_platform.worker.journals import JournalPuller
 from loraplex_platform.worker.loops import Loop, LoopMetrics
+from loraplex_platform.worker.residency import Residency
 from loraplex_platform.worker.sweeper import Sweeper
 
 log = structlog.get_logger(__name__)
 
 MIRROR_INTERVAL_S = 2.0
+RESIDENCY_INTERVAL_S = 2.0
+PIN_INTERVAL_S = 10.0
 KEY_USE_INTERVAL_S = 15.0
 KEY_USE_WINDOW = timedelta(minutes=10)
 PARTITION_INTERVAL_S = 3600.0
@@ -59,6 +67,7 @@ HOURS_INTERVAL_S = 600.0
 INVOICE_INTERVAL_S = 3600.0
 EVAL_INTERVAL_S = 1.0
 EVAL_SCHEDULE_INTERVAL_S = 15.0
+ROLLOUT_INTERVAL_S = 0.5  # between looks for what is due
 BACKLOG_INTERVAL_S = 15.0
 PURGE_INTERVAL_S = 600.0
 
@@ -108,6 +117,7 @@ async def open_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
             *_billing_loops(settings, database, metrics),
             *_outbox_loops(database, topics, registry, metrics),
             *await _eval_loops(stack, settings, database, router, metrics),
+            _rollout_loop(stack, settings, database, router, registry, metrics),
         ]
         tasks = [asyncio.create_task(loop.run(), name=loop.name) for loop in loops]
         try:
@@ -144,6 +154,33 @@ async def _eval_loops(
         Loop("evals", EVAL_INTERVAL_S, evals.run_once, metrics),
         Loop("eval_schedules", EVAL_SCHEDULE_INTERVAL_S, evals.start_due, metrics),
     ]
+
+
+def _rollout_loop(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    database: Database,
+    router: Router,
+    registry: CollectorRegistry,
+    metrics: LoopMetrics,
+) -> Loop:
+    fleet = ConnectedFleet(database.sessions, router, owner=_worker_id())
+    stack.push_async_callback(fleet.close)
+    looks = Histogram(
+        "loraplex:rollout_look_seconds",
+        "What a look at a rollout's step took.",
+        buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+        registry=registry,
+    )
+    driver = RolloutDriver(
+        database.sessions,
+        fleet,
+        Failpoints(settings.failpoint or "", WORKER_POINTS),
+        least_interval_s=settings.rollout_interval_s,
+        on_look=looks.observe,
+    )
+    interval_s = min(settings.rollout_interval_s, ROLLOUT_INTERVAL_S)
+    return Loop("rollouts", interval_s, driver.run_once, metrics)
 
 
 def _topics(
@@ -255,6 +292,12 @@ def _loops(
         grace_s=settings.lease_grace_s,
         replica_lost_after_s=settings.replica_lost_after_s,
     )
+    builds = BuildKeeper(sessions)
+    residency = Residency(sessions, engines, registry)
+    pins_told = Counter(
+        "loraplex:pins_told", "Ends of pins that were told of.", ["what"], registry=registry
+    )
+    pins = PinWatch(sessions, on_told=lambda what: pins_told.labels(what).inc())
     puller = JournalPuller(sessions, engines, on_skipped=skipped.inc)
 
     async def sweep() -> None:
@@ -265,9 +308,11 @@ def _loops(
         landed.inc(await puller.pull_once())
 
     async def mirror() -> None:
-        for replica in engines.all():
+        replicas = engines.all()
+        for replica in replicas:
             async with database.transaction() as session:
                 await queries.mirror_replica(session, replica.replica_id, replica.record)
+        await builds.note(replica.record for replica in replicas)
 
     async def note_key_use() -> None:
         since = datetime.now(UTC) - KEY_USE_WINDOW
@@ -292,6 +337,8 @@ def _loops(
         Loop("sweeper", settings.sweep_interval_s, sweep, metrics),
         Loop("journals", settings.journal_interval_s, pull, metrics),
         Loop("mirror", MIRROR_INTERVAL_S, mirror, metrics),
+        Loop("residency", RESIDENCY_INTERVAL_S, residency.converge_once, metrics),
+        Loop("pins", PIN_INTERVAL_S, pins.run_once, metrics),
         Loop("key_use", KEY_USE_INTERVAL_S, note_key_use, metrics),
         Loop("partitions", PARTITION_INTERVAL_S, make_partitions, metrics),
         Loop("quota_purge", PURGE_INTERVAL_S, purge_quotas, metrics),

@@ -19,6 +19,13 @@ class ConnectedReplica:
     record: ReplicaRecord
     client: EngineClient
 
+    @property
+    def fingerprint(self) -> str:
+        """What its own connection says, which is newer than what it has announced."""
+        welcome = self.client.welcome
+        said = "" if welcome is None else welcome.model_fingerprint
+        return said or self.record.model_fingerprint
+
 
 class ConnectedEngines:
     """What the router finds and keeps connected; announcements alone do not count."""

@@ -112,7 +112,19 @@ def mutating_routes(stand: Stand) -> set[tuple[str, str]]:
 
 async def test_every_change_is_audited(stand: Stand, db_url: str) -> None:
     walk = Walk(stand, db_url)
-    for part in (_tenants, _people, _models, _limits, _money, _webhooks, _evals, _operation, _ends):
+    parts = (
+        _tenants,
+        _people,
+        _models,
+        _limits,
+        _money,
+        _webhooks,
+        _evals,
+        _rollouts,
+        _operation,
+        _ends,
+    )
+    for part in parts:
         await part(walk)
 
     assert walk.silent == [], "changed something and left no audit row"
@@ -227,9 +239,30 @@ async def _models(walk: Walk) -> None:
         f"{TENANT}/adapters/import",
         json={"name": "fetched", "source": "file:///nowhere/x"},
     )
-    await walk.step("PUT", f"{TENANT}/deployments/{{name}}", json={"version_id": version["id"]})
-    await walk.step("PUT", "/admin/v1/fleet/pins/{digest}")
-    await walk.step("DELETE", "/admin/v1/fleet/pins/{digest}")
+    walk.ids |= {"adapter_id": version["adapter_id"], "version_id": version["id"]}
+    alias = f"{TENANT}/adapters/{{adapter_id}}/aliases/{{alias}}"
+    walk.ids["alias"] = "production"
+    await walk.step("PUT", alias, json={"version_id": version["id"]})
+    await walk.step("DELETE", alias)
+    residency = "/admin/v1/fleet/residency/{version_id}"
+    await walk.step("PUT", residency, json={"reason": "launch"})
+    await walk.step("DELETE", residency)
+    one = f"{TENANT}/adapters/{{adapter_id}}/versions/{{version_id}}"
+    await walk.step("POST", f"{one}/retire")
+    await walk.step("POST", f"{one}/unretire")
+    warm = {"sampling": {"temperature": 1.5}}
+    for path, name, version_id in (
+        ("/admin/v1/deployments/{name}", stands.BASE, None),
+        (f"{TENANT}/deployments/{{name}}", "capitals", version["id"]),
+    ):
+        walk.ids["name"] = name
+        new = {"version_id": version_id, "params": warm}
+        await walk.step("PUT", path, json=new)
+        new = {"version_id": version_id, "params": {"system_prompt": "Be brief."}}
+        await walk.step("POST", f"{path}/revisions", json=new, keep="revision_id")
+    pin = {"revision_id": walk.ids["revision_id"], "reason": "audit"}
+    await walk.step("PUT", f"{TENANT}/deployments/{{name}}/pin", json=pin)
+    await walk.step("DELETE", f"{TENANT}/deployments/{{name}}/pin")
 
 
 async def _limits(walk: Walk) -> None:
@@ -341,6 +374,30 @@ async def _evals(walk: Walk) -> None:
     await walk.step("PATCH", one, json={"is_enabled": False})
     await walk.step("DELETE", one)
     await walk.step("DELETE", f"{TENANT}/eval-suites/{{suite_id}}")
+
+
+async def _rollouts(walk: Walk) -> None:
+    path = walk.ids["tenant_id"]
+    deployments = f"/admin/v1/tenants/{path}/deployments"
+    await walk.stand.admin.put(f"{deployments}/capitals", json={"version_id": None})
+    with psycopg.connect(walk.db_url) as connection:
+        # The platform's own deployment has a second revision, of other parameters.
+        connection.execute(
+            "insert into deployment_revisions (id, deployment_id, number, base_model_id, params, sha256)"
+            " select gen_random_uuid(), deployment_id, 2, base_model_id, '{\"sampling\": {}}', 'x'"
+            " from deployment_revisions where tenant_id is null and number = 1"
+        )
+    for where, body in (
+        (f"{TENANT}/rollouts", {"deployment": "capitals", "canary": 1}),
+        ("/admin/v1/rollouts", {"deployment": stands.BASE}),
+    ):
+        one = f"{where}/{{rollout_id}}"
+        await walk.step("POST", where, json=body, keep="rollout_id")
+        await walk.step("PATCH", one, json={"sticky_by": "user"})
+        for verb in ("start", "pause", "resume", "promote", "rollback"):
+            await walk.step("POST", f"{one}/{verb}")
+        await walk.step("POST", where, json=body, keep="rollout_id")
+        await walk.step("POST", f"{one}/abort", json={"reason": "enough"})
 
 
 async def _operation(walk: Walk) -> None:

@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import httpx
 import pytest
 from loraplex_engine.server_cli import read_options
 from loraplex_platform.cli import adapter_commands, app
@@ -294,42 +293,6 @@ def test_an_upload_of_something_else_is_refused_before_it_is_sent(tmp_path: Path
 
     assert code == 1
     assert "has no adapter_config.json" in errors
-
-
-def test_pins_are_said_by_digest_and_a_replica_that_refuses_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[str, str]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        path = request.url.path.removeprefix("/admin/v1")
-        if path == "/tenants":
-            return httpx.Response(200, json={"data": [{"id": "ten_1", "slug": "acme"}]})
-        if path == "/tenants/ten_1/adapters":
-            versions = [{"id": f"ver_{i}", "version": i, "digest": f"sha256:{i}"} for i in (1, 2)]
-            adapter = {"name": "pirate", "versions": versions}
-            return httpx.Response(200, json={"data": [adapter]})
-        calls.append((request.method, path))
-        kept = {"replica_id": "a", "pinned": [], "refusal": None, "message": None}
-        refused = {"replica_id": "b", "pinned": None, "refusal": "too_many_pins", "message": "full"}
-        replicas = [kept] if request.method == "DELETE" else [kept, refused]
-        return httpx.Response(200, json={"replicas": replicas})
-
-    def client(**options: Any) -> httpx.Client:
-        return real(transport=httpx.MockTransport(answer), **options)
-
-    real = httpx.Client
-    monkeypatch.setattr(httpx, "Client", client)
-    flags = ("-t", "acme", "--control-url", "http://x")
-
-    pinned = run("adapters", "pin", "pirate", *flags, LORAPLEX_ADMIN_KEY="lpx_ak_x")
-    unpinned = run("adapters", "unpin", "pirate:1", *flags, LORAPLEX_ADMIN_KEY="lpx_ak_x")
-    unknown = run("adapters", "pin", "corsair", *flags, LORAPLEX_ADMIN_KEY="lpx_ak_x")
-
-    assert pinned == (1, "a: pinned\n", "b: full\n")
-    assert unpinned == (0, "a: not pinned any more\n", "")
-    assert "there is no version corsair" in unknown[2]
-    assert calls == [("PUT", "/fleet/pins/sha256:2"), ("DELETE", "/fleet/pins/sha256:1")]
 
 
 def test_merge_becomes_the_engines_own_command(monkeypatch: pytest.MonkeyPatch) -> None:

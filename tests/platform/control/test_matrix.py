@@ -61,6 +61,18 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
         "json": {"email": "by-{n}@example.com", "role": "viewer"}
     },
     ("PUT", "/admin/v1/tenants/{tenant_id}/deployments/{name}"): {"json": {"version_id": None}},
+    ("PUT", "/admin/v1/deployments/{name}"): {"json": {"version_id": None}},
+    ("POST", "/admin/v1/deployments/{name}/revisions"): {"json": {"version_id": None}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/deployments/{name}/revisions"): {
+        "json": {"version_id": None, "params": {"system_prompt": "by {n}"}}
+    },
+    ("PUT", "/admin/v1/tenants/{tenant_id}/deployments/{name}/pin"): {
+        "json": {"revision_id": f"rev_{'0' * 32}", "reason": "by {n}"}
+    },
+    ("PUT", "/admin/v1/tenants/{tenant_id}/adapters/{adapter_id}/aliases/{alias}"): {
+        "json": {"version_id": f"ver_{'0' * 32}"}
+    },
+    ("PUT", "/admin/v1/fleet/residency/{version_id}"): {"json": {"reason": "by {n}"}},
     ("POST", "/admin/v1/tenants/{tenant_id}/playground"): {
         "json": {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     },
@@ -94,6 +106,11 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("GET", "/admin/v1/tenants/{tenant_id}/eval-trace"): {
         "params": {"start_time": "0", "end_time": "60"}
     },
+    ("POST", "/admin/v1/rollouts"): {"json": {"deployment": "tiny-base"}},
+    ("POST", "/admin/v1/tenants/{tenant_id}/rollouts"): {"json": {"deployment": "nobody-{n}"}},
+    ("PATCH", "/admin/v1/tenants/{tenant_id}/rollouts/{rollout_id}"): {
+        "json": {"sticky_by": "user"}
+    },
     ("GET", "/admin/v1/tenants/{tenant_id}/eval-series"): {
         "params": {"suite_id": f"evs_{'0' * 32}"}
     },
@@ -101,7 +118,7 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
 
 
 # Names and numbers that mean another thing in another tenant.
-UNIQUE_BY_TENANT = ("name", "seq", "version")
+UNIQUE_BY_TENANT = ("name", "seq", "version", "alias")
 
 
 @dataclass(slots=True)
@@ -174,6 +191,9 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "project_id": await made("projects", {"name": f"{slug} project"}),
         "adapter_id": adapters[0]["id"],
         "name": f"{slug}-model",
+        "version_id": version_id,
+        "revision_id": deployed.json()["revision"]["id"],
+        "alias": "production",
         "user_id": await user_id_of(spare),
         "invitation_id": (await invite(stand, tenant_id, f"late@{slug}.example", "viewer"))["id"],
         "request_id": await _add_request(stand, tenant_id),
@@ -198,8 +218,19 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "chain": tenant_id,
         "seq": "1",
     }
+    aliased = await stand.admin.put(
+        f"{path}/adapters/{side.ids['adapter_id']}/aliases/production",
+        json={"version_id": version_id},
+    )
+    assert aliased.status_code == 200, aliased.text
+    pin = {"revision_id": side.ids["revision_id"], "reason": slug}
+    pinned = await stand.admin.put(f"{path}/deployments/{slug}-model/pin", json=pin)
+    assert pinned.status_code == 200, pinned.text
     aim = {"suite_id": side.ids["suite_id"], "deployment": f"{slug}-model"}
     side.ids["run_id"] = await made("eval-runs", aim)
+    again = await stand.admin.put(f"{path}/deployments/{slug}-model", json={"version_id": None})
+    assert again.status_code == 200, again.text
+    side.ids["rollout_id"] = await made("rollouts", {"deployment": f"{slug}-model", "canary": 1})
     side.ids["schedule_id"] = await made(
         "eval-schedules", {**aim, "name": "nightly", "every_hours": 24}
     )
@@ -327,6 +358,26 @@ async def test_what_another_tenant_owns_is_not_found_in_a_body(stand: Stand, db_
     cells: list[tuple[str, str, dict[str, Any]]] = [
         ("PUT", f"{path}/deployments/{mine.ids['name']}", {"version_id": their_version}),
         ("PUT", f"{path}/deployments/another-name", {"version_id": their_version}),
+        (
+            "PUT",
+            f"{path}/deployments/{mine.ids['name']}",
+            {"follow": {"adapter_id": its["adapter_id"], "alias": "production"}},
+        ),
+        (
+            "POST",
+            f"{path}/deployments/{mine.ids['name']}/revisions",
+            {"version_id": their_version},
+        ),
+        (
+            "PUT",
+            f"{path}/deployments/{mine.ids['name']}/pin",
+            {"revision_id": its["revision_id"], "reason": "x"},
+        ),
+        (
+            "PUT",
+            f"{path}/adapters/{mine.ids['adapter_id']}/aliases/other",
+            {"version_id": their_version},
+        ),
         *[("POST", f"{path}/keys", {"name": "k", **fields}) for fields in grants],
         *[("PATCH", key, fields) for fields in grants],
     ]

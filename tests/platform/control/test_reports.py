@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from loraplex_platform.db import AuditLog
 from loraplex_platform.fleet import engines
 from loraplex_platform.ids import format_id, parse_id
 from loraplex_platform.metering import routes as metering_routes
 from loraplex_platform.metering.csv_export import safe_cell, to_csv
 from loraplex_platform.metering.service import reserve, settle
 from loraplex_platform.metering.usage import FILE_ROWS, UsagePage, UsageQuery, report_usage
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, announce, error_of
@@ -179,43 +177,6 @@ async def test_invariants_are_shown_check_by_check(stand: Stand) -> None:
     assert report["identity"]["unlanded"] == 1
     assert {"name", "title", "ok", "detail"} <= set(report["checks"][0])
     assert abs(report["checked_at"] - time.time()) < 60
-
-
-async def test_adapters_are_pinned_on_every_replica_and_shown(stand: Stand) -> None:
-    digest = "sha256:" + "a" * 64
-    pins = f"/admin/v1/fleet/pins/{digest}"
-
-    pinned = await stand.admin.put(pins)
-
-    assert pinned.status_code == 200, pinned.text
-    assert pinned.json()["replicas"] == [
-        {"replica_id": "fake-0", "pinned": [digest], "refusal": None, "message": None}
-    ]
-    assert stand.engine.pinned == {digest}
-    stand.engine.pin_refusal = "too_many_pins"
-    refusal = error_of(await stand.admin.put(pins), 409, "conflict")
-    assert refusal["message"].startswith("fake-0: ")
-    stand.engine.pin_refusal = None
-
-    assert (await stand.admin.delete(pins)).json()["replicas"][0]["pinned"] == []
-    error_of(await stand.admin.put("/admin/v1/fleet/pins/sha256:x"), 400, "invalid_request")
-    async with stand.db.sessions() as session:
-        is_pin = AuditLog.object_kind == "adapter_digest"
-        rows = list(await session.scalars(select(AuditLog).where(is_pin).order_by(AuditLog.id)))
-        assert [row.action for row in rows] == ["adapter_digest.pin", "adapter_digest.unpin"]
-        assert {row.detail["digest"] for row in rows} == {digest}
-
-
-async def test_a_pin_without_a_replica_that_answers_is_unavailable(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "PIN_TIMEOUT_S", 0.05)
-    stand.engine.is_mute = True
-
-    answer = await stand.admin.put("/admin/v1/fleet/pins/sha256:" + "a" * 64)
-
-    error_of(answer, 503, "engine_unavailable")
-    announce(stand.redis_url, stand.engine)
 
 
 async def test_the_fleet_shows_replicas_their_stats_and_rates(
