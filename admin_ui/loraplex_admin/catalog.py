@@ -39,7 +39,7 @@ Render = Callable[[Api, Access], None]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page. `path` is its address; the first one that a reader may see is also at `/`."""
+    """One page. `path` is its address; what the first one shows that a reader may see is also at `/`."""
 
     section: str
     title: str

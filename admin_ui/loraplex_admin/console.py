@@ -19,7 +19,13 @@ _ICON = Path(__file__).with_name("icon.png")
 _RETRY_S: Final = 3.0
 
 
-def _page(page: catalog.Page, api: Api, access: Access, *, is_first: bool) -> StreamlitPage:
+def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = False) -> StreamlitPage:
+    """A page at its path; as the start, at `/` and not in the sidebar.
+
+    The start has no path of its own, so it is another one than the page: an address that somebody sends means the same
+    to every role, whichever page each of them starts with.
+    """
+
     def run() -> None:
         try:
             page.render(api, access)
@@ -28,8 +34,14 @@ def _page(page: catalog.Page, api: Api, access: Access, *, is_first: bool) -> St
         except ApiError as error:
             choices.show_refusal(error)
 
-    icon = f":material/{page.icon}:"
-    return st.Page(run, title=page.title, icon=icon, url_path=page.path, default=is_first)
+    return st.Page(
+        run,
+        title=page.title,
+        icon=f":material/{page.icon}:",
+        url_path="start" if is_start else page.path,
+        default=is_start,
+        visibility="hidden" if is_start else "visible",
+    )
 
 
 def _ask_to_log_in() -> None:
@@ -74,10 +86,10 @@ def main() -> None:
         _ask_to_log_in()
         return
     access = Access.of(session)
-    sections: dict[str, list[StreamlitPage]] = {}
-    for page in catalog.pages_for(access):
-        shown = _page(page, api, access, is_first=not sections)
-        sections.setdefault(page.section, []).append(shown)
+    pages = catalog.pages_for(access)
+    sections = {pages[0].section: [_page(pages[0], api, access, is_start=True)]}
+    for page in pages:
+        sections.setdefault(page.section, []).append(_page(page, api, access))
     navigation = st.navigation(sections)
     st.logo(str(_ICON), size="large")
     with st.sidebar:

@@ -38,12 +38,17 @@ _MOST_CHARS = 300
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
-def time(unix_s: int | None, zone: str = "UTC") -> str:
+def time(unix_s: int | None, zone_name: str = "UTC") -> str:
     """`2026-11-29 18:30 UTC`, `2026-11-29 19:30 Europe/Berlin`; a dash for none."""
     if unix_s is None:
         return "–"
-    known, name = _zone(zone)
+    known, name = _zone(zone_name)
     return f"{datetime.fromtimestamp(unix_s, known):%Y-%m-%d %H:%M} {name}"
+
+
+def zone(name: str) -> tzinfo:
+    """A time zone by its name; UTC where this machine does not know it."""
+    return _zone(name)[0]
 
 
 @cache
@@ -69,13 +74,13 @@ def span(seconds: float) -> str:
     return f"{left // _DAY_S} d {left % _DAY_S // _HOUR_S} h"
 
 
-def reset(unix_s: int | None, zone: str, now_s: float) -> str:
+def reset(unix_s: int | None, zone_name: str, now_s: float) -> str:
     """When a limit begins anew, exactly: `2026-12-01 00:00 Europe/Berlin, in 4 h 12 min`."""
     if unix_s is None:
         return "never"
     if unix_s <= now_s:
-        return f"{time(unix_s, zone)}, now"
-    return f"{time(unix_s, zone)}, in {span(unix_s - now_s)}"
+        return f"{time(unix_s, zone_name)}, now"
+    return f"{time(unix_s, zone_name)}, in {span(unix_s - now_s)}"
 
 
 def amount(value: str | None, unit: str) -> str:

@@ -159,6 +159,11 @@ class Stand:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
 
+def cookie_of(api: Api) -> str:
+    """The session that a client of the stand is logged in with."""
+    return str(api._http.cookies[SESSION_COOKIE])
+
+
 @contextlib.asynccontextmanager
 async def _serving(app: Any) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))

@@ -10,7 +10,8 @@ import pytest
 from loraplex_admin import connections
 from streamlit.testing.v1 import AppTest
 
-from tests.admin_ui.stand import Stand
+from tests.admin_ui.driver import checked, fill, open_page, words
+from tests.admin_ui.stand import Stand, cookie_of
 
 SCRIPT = Path(loraplex_admin.__file__).with_name("console.py")
 
@@ -58,9 +59,11 @@ def test_the_console_stands_for_every_role_and_its_first_page_is_one_it_may_see(
     platform: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_CONTROL_URL", platform.control_url)
+    tenant = platform.tenant("first-pages")
     for token, title in (
         (platform.session("admin"), "Overview"),
         (platform.session("viewer"), "Overview"),
+        (cookie_of(platform.member(tenant["id"], "billing")), "Tenants"),
     ):
         monkeypatch.setattr(
             "streamlit.runtime.context.ContextProxy.cookies", Cookies(loraplex_session=token)
@@ -91,3 +94,19 @@ def test_a_control_api_that_comes_back_brings_the_page_back(
     assert test.title[0].value == "Overview"
     connections.shared().close()
     connections.shared.clear()
+
+
+def test_a_session_that_ends_while_a_page_is_open_changes_nothing_and_says_so(
+    platform: Stand,
+) -> None:
+    tenant = platform.tenant("expired")
+    api = platform.api()
+    test = open_page("keys", api, tenant)
+    fill(test, new_key_name="late")
+
+    api.log_out()
+    checked(test.button(key="new_key_go").click().run())
+
+    assert "Your session is over" in words(test)
+    keys = platform.http.get(f"/admin/v1/tenants/{tenant['id']}/keys").json()["data"]
+    assert keys == []

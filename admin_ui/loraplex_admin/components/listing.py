@@ -12,6 +12,7 @@ from typing import Any
 
 import streamlit as st
 
+from loraplex_admin import choices
 from loraplex_admin.api import ApiError, Page
 from loraplex_admin.components import address
 
@@ -102,7 +103,7 @@ class Listing:
         """Show the first page, for what has just been made is there."""
         st.session_state.pop(f"{self.name}_trail", None)
         address.put(**{self._in_address("after"): None, self._in_address("q"): None})
-        st.session_state.pop(f"{self.name}_search", None)
+        choices.empty(f"{self.name}_search")
 
     def _in_address(self, what: str) -> str:
         return what if self.is_main else f"{self.name}_{what}"
@@ -121,7 +122,7 @@ class Listing:
             self.search_label,
             value=before or "",
             max_chars=80,
-            key=f"{self.name}_search",
+            key=choices.fresh(f"{self.name}_search"),
             icon=":material/search:",
             placeholder="A piece of its name",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, date, datetime, time, timedelta
-from zoneinfo import ZoneInfo
+from datetime import date, datetime, time, timedelta
 
 import streamlit as st
 
@@ -125,8 +124,7 @@ def _span(days: object) -> tuple[date | None, date | None]:
 def _midnight(day: date | None, zone: str) -> str | None:
     if day is None:
         return None
-    known = UTC if zone == "UTC" else ZoneInfo(zone)
-    return str(int(datetime.combine(day, time(), known).timestamp()))
+    return str(int(datetime.combine(day, time(), fmt.zone(zone)).timestamp()))
 
 
 def _cells(entry: Row, zone: str) -> dict[str, object]:
