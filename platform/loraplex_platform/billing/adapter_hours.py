@@ -2,8 +2,8 @@
 
 Billable from the moment a deployment points at the version until none of the tenant's does any more;
 under two names at once it counts once. A tenant's day, in its time zone, is one line of the ledger for
-each version and each price book that was in force on it: whole seconds x price / 3600, in pico-USD,
-rounded there once, half to even. A line is made when its day is over, under an id that is made of what
+each version and each price book that was in force on it (whatever book a revision names): whole seconds x
+price / 3600, in pico-USD, rounded there once, half to even. A line is made when its day is over, under an id that is made of what
 it is for: booked again it is found, and a history that came late is corrected by further lines.
 
 Lines are days already, so that reports and invoices read them as they are: there is no rollup of them.

@@ -1,9 +1,10 @@
 """Price books from draft to published to retired.
 
 A draft may change in everything. Publishing gives it a time from which it holds, never a past one, and
-ends the book before it there; from then on it changes no more, because requests keep the book that was
-in force when they were admitted. A published book that has not begun can be withdrawn. Triggers of the
-database guard all of this; here a caller is told what to do instead.
+ends the book before it there; from then on it changes no more, because requests keep the book under which
+they were admitted: the one in force, or the one that their revision names, which may have ended. A published
+book that has not begun can be withdrawn. Triggers of the database guard all of this; here a caller is told
+what to do instead.
 """
 
 from __future__ import annotations

@@ -33,13 +33,15 @@ _CLASS_ORDER = case(
 
 _BOOK_NOW = text("select loraplex_book_at(now())")
 
+# A revision that names a book of its own hangs on no other.
 _UNPRICED = text("""
 select d.public_name
 from deployments d
 join deployment_revisions r on r.id = d.current_revision_id
 left join adapter_versions v on v.id = r.adapter_version_id
 cross join lateral loraplex_prices(:book, d.base_model_id, v.adapter_id, d.id) p
-where d.archived_at is null and (p.input is null or p.output is null)
+where d.archived_at is null and coalesce(r.price_book_id, :book) = :book
+    and (p.input is null or p.output is null)
 order by d.public_name, d.id limit :limit
 """)
 

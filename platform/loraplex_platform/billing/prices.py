@@ -1,8 +1,9 @@
 """What a request costs: the prices that its book has for it, and the arithmetic.
 
 The rule (the most specific target wins, per class) is `loraplex_prices` in the database, so that
-admission, settlement and checks cannot differ. A request keeps the book that was in force when it was
-admitted. Published books never change.
+admission, settlement and checks cannot differ. A request is billed by the book that its deployment's
+revision names, whether that book has begun, holds or has ended; else by the one in force when it is
+admitted. It keeps it. Published books never change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ENTRY_PRICES = text("select * from loraplex_entry_prices(:book, :adapter_versio
 
 
 class NoPriceError(UnavailableError):
-    """No published price book is in force, or it has no price: what has no price is not served."""
+    """No price book is in force, or the one that counts has no price: what has no price is not served."""
 
     code = "no_price"
 

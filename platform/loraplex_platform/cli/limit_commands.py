@@ -168,7 +168,8 @@ def explain(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Say in words why a request was blocked, cut short or failed.
+    """Say in words why a request was blocked, cut short or failed; and of one that was admitted what
+    exactly answered it (revision, digests, engine build, sampling), why that, and what it cost.
 
     Example:
 
@@ -180,7 +181,8 @@ def explain(
         print_json(found)
         return
     typer.echo(f"{found['outcome']}: {found['summary']}")
-    for line in found["details"]:
+    answered = found["answered_by"] or {"words": []}
+    for line in found["details"] + answered["words"]:
         typer.echo(f"  {line}")
 
 

@@ -32,7 +32,10 @@ def edit_function(name: str, *edits: Edit) -> None:
         LookupError: there is not exactly one function of this name, or a text is not there exactly once.
         ValueError: its parameters change, and it has rights of its own, which would be lost.
     """
-    [(signature, rights, old)] = _functions(name)
+    found = _functions(name)
+    if len(found) > 1:
+        raise LookupError(f"{len(found)} functions are called {name}")
+    [(signature, rights, old)] = found
     new = old
     for old_text, new_text in edits:
         if new.count(old_text) != 1:

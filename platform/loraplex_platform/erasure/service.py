@@ -2,14 +2,15 @@
 
 Gone: keys and their secrets' MACs, memberships, people who belong to no other tenant, invitations,
 grants, webhooks with their deliveries, stored answers, refusals, probe reports of adapters, imports, unfinished
-uploads with their bytes, and every
-name (tenant, keys, projects, model ids, adapters), which become `deleted-...`. Adapter files go from the
+uploads with their bytes, evals, aliases, pins, rollouts and what they would have told, adapters to keep resident,
+and every name (tenant, keys, projects, model ids, adapters), which become `deleted-...`. Adapter files go from the
 store unless another tenant has uploaded the same ones.
 
 Kept: ledger, invoices, the billing profile that the last invoice is made out to, rollups and the audit
 log, which name ids and the model ids of the time; the request log (metadata, never text) until
-retention drops its month; replies to the operator's calls under an Idempotency-Key, for a day. Prefixes in an engine's cache cannot be reached without the tenant's keys and
-go with the cache.
+retention drops its month; revisions without their system prompts and parameters; replies to the operator's
+calls under an Idempotency-Key, for a day. Prefixes in an engine's cache cannot be reached without the
+tenant's keys and go with the cache.
 """
 
 from __future__ import annotations

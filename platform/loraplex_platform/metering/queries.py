@@ -79,6 +79,16 @@ select loraplex_absorb_late(:request_id, :attempt, :replica_id, :prompt_tokens, 
     :generated)
 """)
 
+# As `loraplex_reserve` chooses it.
+_BOOK_FOR = text("""
+select (
+    select b.name from price_books b where b.id = coalesce(own.id, loraplex_book_at(now()))
+) as name, own.id is not null as is_own
+from (select (
+    select price_book_id from deployment_revisions where id = cast(:revision as uuid)) as id
+) as own
+""")
+
 # Rows are locked in id order, so that two batches never wait for each other.
 _RENEW = text("""
 with held as (
@@ -204,6 +214,13 @@ async def find_holder(
             select(ApiKey).where(ApiKey.id == key_id, ApiKey.tenant_id == tenant_id)
         )
     return tenant, key, await session.scalar(select(func.now()))
+
+
+async def find_book_for(session: AsyncSession, revision_id: UUID | None) -> tuple[str | None, bool]:
+    """The name of the price book that a request of this revision would be billed by, and whether the
+    revision names it; None: no book is in force."""
+    row = (await session.execute(_BOOK_FOR, {"revision": revision_id})).one()
+    return row.name, row.is_own
 
 
 async def renew(session: AsyncSession, renewals: Sequence[Renewal], lease_s: float) -> set[UUID]:

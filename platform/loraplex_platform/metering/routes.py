@@ -26,6 +26,7 @@ from loraplex_platform.metering import request_log
 from loraplex_platform.metering.csv_export import to_csv
 from loraplex_platform.metering.invariant_runs import check_and_keep, find_last, report_of
 from loraplex_platform.metering.invariants import check_invariants
+from loraplex_platform.metering.records import Arm
 from loraplex_platform.metering.schemas import (
     InvariantsResource,
     RequestResource,
@@ -98,7 +99,11 @@ async def _usage_filter(
         str | None, Query(description="Only of this adapter version.")
     ] = None,
     price_book_id: Annotated[
-        str | None, Query(description="Only what this price book was in force for.")
+        str | None, Query(description="Only what was billed by this price book.")
+    ] = None,
+    revision_id: Annotated[
+        str | None,
+        Query(description="Only what this revision answered, `rev_...`; of 1m and 1h only."),
     ] = None,
 ) -> UsageFilter:
     if model is not None and "\0" in model:
@@ -111,6 +116,7 @@ async def _usage_filter(
         deployment_id=_id_filter("deployment", "deployment_id", deployment_id),
         adapter_version_id=_id_filter("adapter_version", "adapter_version_id", adapter_version_id),
         price_book_id=_id_filter("price_book", "price_book_id", price_book_id),
+        revision_id=_id_filter("deployment_revision", "revision_id", revision_id),
     )
 
 
@@ -201,10 +207,26 @@ async def _csv(
 @router.get("/requests")
 @requires("request.read")
 async def list_requests(
-    tenant: TenantFilter, page: Paging, session: DbSession
+    tenant: TenantFilter,
+    page: Paging,
+    session: DbSession,
+    *,
+    revision_id: Annotated[
+        str | None, Query(description="Only what this revision answered, `rev_...`.")
+    ] = None,
+    rollout_id: Annotated[
+        str | None, Query(description="Only the requests of this rollout, `rol_...`.")
+    ] = None,
+    arm: Annotated[Arm | None, Query(description="Only those of this side.")] = None,
 ) -> ListPage[RequestResource]:
     """The request log, newest first: metadata only, never what was said."""
-    statement = request_log.requests_of(tenant)
+    statement = await request_log.requests_of(
+        session,
+        tenant,
+        revision_id=_id_filter("deployment_revision", "revision_id", revision_id),
+        rollout_id=_id_filter("rollout", "rollout_id", rollout_id),
+        arm=arm,
+    )
     rows, has_more = await fetch(session, statement, Request.id, page, "request")
     return to_list(rows, has_more, show_request)
 

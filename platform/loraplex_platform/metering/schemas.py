@@ -25,6 +25,7 @@ GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
     "deployment_id": ("deployment_id",),
     "adapter_version_id": ("adapter_version_id",),
     "price_book_id": ("price_book_id",),
+    "revision_id": ("revision_id",),
 }
 # Of each group that is an id, its kind.
 _KINDS: dict[GroupBy, str] = {
@@ -34,6 +35,7 @@ _KINDS: dict[GroupBy, str] = {
     "deployment_id": "deployment",
     "adapter_version_id": "adapter_version",
     "price_book_id": "price_book",
+    "revision_id": "deployment_revision",
 }
 USAGE_COLUMNS = (
     "requests",
@@ -85,6 +87,7 @@ class UsageRowResource(Schema):
     deployment_id: str | None = None
     adapter_version_id: str | None = Field(default=None, description="null: the base model.")
     price_book_id: str | None = None
+    revision_id: str | None = Field(default=None, description="Of minutes and hours only.")
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -170,11 +173,16 @@ class RequestResource(Resource):
     object: Literal["request"] = "request"
     id: str
     tenant_id: str
-    key_id: str | None = Field(description="null: a probe of the platform's own.")
+    key_id: str | None = Field(description="null: a probe or a shadow of the platform's own.")
     deployment_id: str | None
     revision_id: str | None
     adapter_version_id: str | None
-    kind: RequestKind
+    kind: RequestKind = Field(
+        description="user: a tenant's own; probe and shadow: the platform's, at its own expense."
+    )
+    shadow_of: str | None = Field(
+        description="Of a shadow: the tenant's own request after which it was made."
+    )
     endpoint: str
     model: str
     stream: bool
@@ -189,6 +197,21 @@ class RequestResource(Resource):
     completion_tokens: int | None = Field(description="Billed output tokens.")
     ttft_ms: int | None
     e2e_ms: int | None
+    itl_mean_ms: float | None = Field(description="Between two tokens of the first choice.")
+    itl_p95_ms: float | None
+    fingerprint: str | None = Field(description="Of the replica that answered: its engine build.")
+    sampling: dict[str, Any] | None = Field(description="As resolved; numbers only.")
+    rollout_id: str | None
+    rollout_step: int | None = Field(description="From 0.")
+    arm: Literal["stable", "canary", "shadow", "pinned"] | None = Field(
+        description="Which side of the rollout answered; pinned: neither. null: there was no rollout."
+    )
+    subject_key: str | None = Field(
+        description="Who stays with one side, in this rollout only; 64 bits as a number."
+    )
+    stable_logprob: float | None = Field(
+        description="Mean log-probability of the answer under the rollout's stable revision, if sampled."
+    )
     created_at: UnixSeconds
     settled_at: UnixSeconds | None
 
@@ -302,6 +325,7 @@ def show_request(request: Request) -> RequestResource:
         revision_id=optional("deployment_revision", request.revision_id),
         adapter_version_id=optional("adapter_version", request.adapter_version_id),
         kind=cast(RequestKind, request.kind),
+        shadow_of=optional("request", request.shadow_of),
         endpoint=request.endpoint,
         model=request.model,
         stream=request.is_stream,
@@ -316,6 +340,15 @@ def show_request(request: Request) -> RequestResource:
         completion_tokens=request.completion_tokens,
         ttft_ms=request.ttft_ms,
         e2e_ms=request.e2e_ms,
+        itl_mean_ms=request.itl_mean_ms,
+        itl_p95_ms=request.itl_p95_ms,
+        fingerprint=request.fingerprint,
+        sampling=request.sampling,
+        rollout_id=optional("rollout", request.rollout_id),
+        rollout_step=request.rollout_step,
+        arm=request.arm,  # type: ignore[arg-type]  # checked by the table
+        subject_key=None if request.subject_key is None else str(request.subject_key),
+        stable_logprob=request.stable_logprob,
         created_at=request.admitted_at,
         settled_at=request.settled_at,
     )

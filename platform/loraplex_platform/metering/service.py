@@ -103,7 +103,11 @@ async def _explain(session: AsyncSession, wanted: Reservation) -> Reserved | Pla
     if abs(skew_s) > MAX_CLOCK_SKEW_S:
         log.error("clock_skew", owner=wanted.owner, skew_s=round(skew_s))
         return ClockSkewError("A server's clock is wrong; try again.", retry_after_s=1.0)
-    return NoPriceError("No price book in force has a price for this model.")
+    book, is_revisions_own = await queries.find_book_for(session, wanted.revision_id)
+    if book is None:
+        return NoPriceError("No price book is in force; an operator has to publish one.")
+    which = "that its revision names" if is_revisions_own else "in force"
+    return NoPriceError(f"The price book {which}, '{book}', has no price for this model.")
 
 
 async def renew(

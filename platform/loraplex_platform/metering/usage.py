@@ -3,7 +3,7 @@
 Days and months are the tenant's own, in its billing time zone, and come from the rollups, so that a
 report costs the same over five million requests as over five; buckets that have changed since they
 were rolled up are computed live, so that it is never stale. Minutes and hours come from the requests
-themselves and cover little time. Both read settled requests and their ledger rows, so that a report
+themselves and cover little time; they alone know the deployment's revision. Both read settled requests and their ledger rows, so that a report
 and a bill cannot differ. A request counts when it was admitted. Probes are the platform's own and in
 no report. Pages are cut by key, not by offset: a deep page costs what the first one costs.
 """
@@ -36,6 +36,7 @@ GroupBy = Literal[
     "deployment_id",
     "adapter_version_id",
     "price_book_id",
+    "revision_id",
 ]
 GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 MAX_ROWS = 1000
@@ -62,6 +63,7 @@ class UsageFilter:
     deployment_id: UUID | None = None
     adapter_version_id: UUID | None = None
     price_book_id: UUID | None = None
+    revision_id: UUID | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ class UsageRow:
     deployment_id: UUID | None
     adapter_version_id: UUID | None
     price_book_id: UUID | None
+    revision_id: UUID | None
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -179,7 +182,8 @@ lines as (
     select
         date_bin(cast(:width as interval), requests.admitted_at, timestamptz 'epoch') as at,
         requests.tenant_id, ledger.project_id, ledger.key_id, requests.model, ledger.deployment_id,
-        ledger.adapter_version_id, ledger.price_book_id, 1 as requests,
+        ledger.adapter_version_id, ledger.price_book_id,
+        coalesce(ledger.revision_id, requests.revision_id) as revision_id, 1 as requests,
         case when ledger.account = 'revenue' then ledger.prompt_tokens else 0 end as prompt_tokens,
         case when ledger.account = 'revenue' then ledger.cached_tokens else 0 end as cached_tokens,
         case when ledger.account = 'revenue' then ledger.completion_tokens else 0 end
@@ -268,6 +272,12 @@ def _lines(query: UsageQuery) -> tuple[str, dict[str, Any]]:
             "first_id": uuid7_floor(_unix_ms(query.start - _CLOCK_SLACK)),
             "last_id": uuid7_floor(_unix_ms(query.end + _CLOCK_SLACK)),
         }
+    if "revision_id" in query.group_by or query.only.revision_id is not None:
+        raise InvalidRequestError(
+            "revision_id: rollups of days do not keep it; ask for bucket_width 1h, over at most"
+            f" {SHORT_WIDTHS['1h'][1].days} days, or for adapter_version_id or price_book_id.",
+            param="bucket_width",
+        )
     bucket, in_range = _BUCKETS[query.bucket_width]
     # A month is whole, and a zone at most a day from UTC; `spans` has each tenant's own range.
     slack = timedelta(days=32 if query.bucket_width == "1mo" else 1)

@@ -1,4 +1,4 @@
-""" "Why was I blocked?", answered from what is on the books and from the log of refusals."""
+""" "Why was I blocked?" and "what answered me?", from what is on the books and in the log of refusals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.db import Limit, Request
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, parse_id, unix_s_of
+from loraplex_platform.metering import provenance
+from loraplex_platform.metering.provenance import Provenance
+from loraplex_platform.metering.provenance_queries import ledger_of
 from loraplex_platform.metering.queries import find_request
 from loraplex_platform.quotas import queries
 from loraplex_platform.quotas.words import amount, limit_name, scope_name
 
-Outcome = Literal["refused", "running", "completed", "aborted", "failed", "not_run"]
+Outcome = Literal["refused", "running", "completed", "aborted", "failed", "not_run", "archived"]
 
 CLIENT_LEFT = 499  # as the books have it
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a request, in words."""
+    """What became of a request, in words. `answered_by` None: it was refused."""
 
     request_id: UUID
     tenant_id: UUID
@@ -32,6 +35,7 @@ class Explanation:
     details: list[str]
     limit_ids: list[UUID]
     at: datetime
+    answered_by: Provenance | None = None
 
 
 async def explain(session: AsyncSession, request_id: str) -> Explanation:
@@ -47,6 +51,19 @@ async def explain(session: AsyncSession, request_id: str) -> Explanation:
     request = await find_request(session, request_uuid)
     if request is not None:
         return await _explain_request(session, request)
+    ledger = await ledger_of(session, request_uuid)
+    if ledger:
+        return Explanation(
+            request_id=request_uuid,
+            tenant_id=ledger[0].tenant_id,
+            outcome="archived",
+            summary="It was admitted and is on the ledger; its month in the request log is older than"
+            " retention keeps.",
+            details=[],
+            limit_ids=[],
+            at=ledger[0].occurred_at,
+            answered_by=await provenance.trace(session, None, ledger),
+        )
     made_at = datetime.fromtimestamp(unix_s_of(request_uuid), UTC)
     refusal = await queries.find_refusal(session, request_uuid, made_at)
     if refusal is None:
@@ -95,6 +112,7 @@ async def _explain_request(session: AsyncSession, request: Request) -> Explanati
         details=details,
         limit_ids=limit_ids,
         at=request.admitted_at,
+        answered_by=await provenance.trace(session, request, await ledger_of(session, request.id)),
     )
 
 

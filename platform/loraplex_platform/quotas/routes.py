@@ -16,6 +16,7 @@ from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Limit, Tenant
 from loraplex_platform.errors import NotFoundError
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id
+from loraplex_platform.metering.provenance_schemas import show_answer
 from loraplex_platform.quotas import explain as explanations
 from loraplex_platform.quotas import queries, service, standing
 from loraplex_platform.quotas.records import ScopeKind
@@ -195,7 +196,9 @@ async def explain(
     request_id: Annotated[str, Path(description="`x-request-id` of an answer, `req_...`.")],
     session: DbSession,
 ) -> ExplanationResource:
-    """Why a request was blocked, cut short or failed, in words."""
+    """Why a request was blocked, cut short or failed, in words; and of one that was admitted what exactly
+    answered it, why that, and what it cost. Its revision, adapter, build and prices never change, so that
+    the answer is the same a year later."""
     found = await explanations.explain(session, request_id)
     return ExplanationResource(
         request_id=format_id("request", found.request_id),
@@ -205,6 +208,7 @@ async def explain(
         details=found.details,
         limit_ids=[format_id("limit", limit_id) for limit_id in found.limit_ids],
         at=found.at,
+        answered_by=None if found.answered_by is None else show_answer(found.answered_by),
     )
 
 

@@ -16,6 +16,7 @@ from loraplex_platform.control.schemas import Body, Resource, UnixSeconds, UnixT
 from loraplex_platform.db import Limit
 from loraplex_platform.db.quotas import NO_SCOPE_ID
 from loraplex_platform.ids import format_id
+from loraplex_platform.metering.provenance_schemas import AnsweredBy
 from loraplex_platform.quotas.queries import Use
 from loraplex_platform.quotas.records import (
     FailMode,
@@ -175,11 +176,14 @@ class ExplanationResource(Resource):
     object: Literal["explanation"] = "explanation"
     request_id: str
     tenant_id: str
-    outcome: Literal["refused", "running", "completed", "aborted", "failed", "not_run"]
+    outcome: Literal[
+        "refused", "running", "completed", "aborted", "failed", "not_run", "archived"
+    ] = Field(description="archived: its month in the request log is gone, the ledger is not.")
     summary: str
     details: list[str]
     limit_ids: list[str] = Field(description="The limits that refused it or cut its max_tokens.")
     at: UnixSeconds
+    answered_by: AnsweredBy | None = Field(description="null: it was refused, nothing answered.")
 
 
 class SchedulingChanges(Body):

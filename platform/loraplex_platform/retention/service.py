@@ -10,7 +10,8 @@
 
 A month of requests goes only as a whole, the oldest first, and only when nothing in it is reserved and
 every day of it is rolled up. Ledger, invoices, rollups and price books are never deleted: no code here,
-and no right of the runtime role, can. The leasts are kept by the database (migration 0008), so that
+and no right of the runtime role, can. Revisions, rollouts and the histories of deployments, aliases and pins
+have no rule: they stay as long as their tenant, for the answers that name them. The leasts are kept by the database (migration 0008), so that
 nobody who serves can go below them. What has its own clock is purged by its owner: outbox messages a day after
 delivery (outbox/relay.py), refusals and ended quota windows (quotas/queries.py), and replies kept for an
 Idempotency-Key exactly when the protocol says (control/housekeeping.py).

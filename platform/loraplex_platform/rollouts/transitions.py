@@ -164,5 +164,4 @@ async def _point_at(session: AsyncSession, rollout: Rollout, revision_id: UUID) 
         rollout.deployment_id,
         current_revision_id=revision.id,
         base_model_id=revision.base_model_id,
-        row_version=Deployment.row_version + 1,
     )
