@@ -379,9 +379,13 @@ class Api:
         """Replicas with their statistics, and gateways."""
         return self._get("/fleet")
 
-    def invariants(self) -> Invariants:
-        """Run the checks of the books and return them."""
-        return cast(Invariants, self._get("/invariants"))
+    def invariants(self, *, run: Literal["now", "last"] = "now") -> Invariants:
+        """Run the checks of the books, which takes its time where they are long, or what the last run found.
+
+        Raises:
+            ApiError: 404: `last`, and none was kept yet.
+        """
+        return cast(Invariants, self.read("/invariants", run=run))
 
     # ---------------------------------------------------------------------- tenants and keys
 
@@ -494,9 +498,12 @@ class Api:
         }
         return query | ({"tenant_id": tenant_id} if tenant_id else {})
 
-    def requests(self, *, tenant_id: str | None, after: str | None = None) -> Page[RequestRow]:
-        """One page of the request log, newest first; metadata only."""
-        return cast(Page[RequestRow], self.page("/requests", after=after, tenant_id=tenant_id))
+    def requests(
+        self, *, tenant_id: str | None, after: str | None = None, **only: str | None
+    ) -> Page[RequestRow]:
+        """One page of the request log, newest first; metadata only. `only`: `revision_id` and the like."""
+        found = self.page("/requests", after=after, tenant_id=tenant_id, **only)
+        return cast(Page[RequestRow], found)
 
     def explain(self, request_id: str) -> Row:
         """What became of a request, and which limits had a part in it."""

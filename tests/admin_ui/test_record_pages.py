@@ -39,7 +39,7 @@ def test_requests_are_listed_without_prompts_and_one_is_explained(
     test = open_page("requests", admin, tenant, id=request["id"])
 
     assert list(table(test, "requests")["model"]) == [BASE]
-    assert "What became of" in words(test)
+    assert "**Answered.**" in words(test)
     assert "secret question" not in words(test)
 
 

@@ -33,7 +33,8 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("deployment.write", tenant["id"])
     listing = Listing(
         "deployments",
-        fetch=lambda after=None: api.of_tenant(tenant["id"], "deployments").page(after=after),
+        fetch=api.of_tenant(tenant["id"], "deployments").page,
+        search_label="Search model ids",
         columns=Columns(
             lambda one: _cells(one, tenant["billing_tz"]), wide=("model id", "answers with")
         ),

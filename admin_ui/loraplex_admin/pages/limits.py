@@ -10,7 +10,7 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
 from loraplex_admin.api import Api, ApiError, Tenant
-from loraplex_admin.components import address, confirm, forms
+from loraplex_admin.components import address, confirm, explanation, forms
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.resources import Row
@@ -43,24 +43,18 @@ _FAIL_MODES = {
     "open": "let everything through",
     "closed": "refuse everything",
 }
-_OUTCOMES = {
-    "refused": "Refused",
-    "running": "Still running",
-    "completed": "Answered",
-    "aborted": "The caller went away",
-    "failed": "Failed",
-    "not_run": "Never ran",
-}
 
 
 def render(api: Api, access: Access) -> None:
     """The question first: whoever comes here was blocked. Then limits as they stand."""
     st.title("Limits")
     choices.show_notice()
-    _why(api)
+    why = st.container(border=True)
     tenant = choices.tenant(
         api, access, key="limits_tenant", action="limit.read", allow_all=access.is_operator
     )
+    with why:
+        _why(api, tenant["billing_tz"] if tenant else "UTC")
     if tenant is None and not access.is_operator:
         return
     zone = tenant["billing_tz"] if tenant else "UTC"
@@ -99,45 +93,33 @@ def render(api: Api, access: Access) -> None:
 # ------------------------------------------------------------------------------------- why
 
 
-def _why(api: Api) -> None:
-    with st.container(border=True):
-        st.subheader("Why was I blocked?")
-        before = address.get("request")
-        with (
-            st.form("why", border=False),
-            st.container(horizontal=True, vertical_alignment="bottom"),
-        ):
-            typed = st.text_input(
-                "Request id",
-                value=before or "",
-                max_chars=80,
-                placeholder="req_…",
-                help="The x-request-id of the answer; the error's message names it as well.",
-                key="why_request",
-            )
-            is_asked = st.form_submit_button("Explain", type="primary", key="why_go")
-        if is_asked:
-            address.put(request=typed.strip() or None)
-        wanted = typed.strip() if is_asked else before
-        if wanted:
-            _explain(api, wanted)
+def _why(api: Api, zone: str) -> None:
+    st.subheader("Why was I blocked?")
+    before = address.get("request")
+    with (
+        st.form("why", border=False),
+        st.container(horizontal=True, vertical_alignment="bottom"),
+    ):
+        typed = st.text_input(
+            "Request id",
+            value=before or "",
+            max_chars=80,
+            placeholder="req_…",
+            help="The x-request-id of the answer; the error's message names it as well.",
+            key="why_request",
+        )
+        is_asked = st.form_submit_button("Explain", type="primary", key="why_go")
+    if is_asked:
+        address.put(request=typed.strip() or None)
+    wanted = typed.strip() if is_asked else before
+    if wanted:
+        _explain(api, wanted, zone)
 
 
-def _explain(api: Api, request_id: str) -> None:
-    try:
-        found = api.explain(request_id)
-    except ApiError as error:
-        choices.show_refusal(error)
+def _explain(api: Api, request_id: str, zone: str) -> None:
+    found = explanation.show(api, request_id, zone)
+    if found is None:
         return
-    try:
-        zone = api.tenant(found["tenant_id"])["billing_tz"]
-    except ApiError:
-        zone = "UTC"
-    show = st.error if found["outcome"] in ("refused", "failed") else st.info
-    show(f"**{_OUTCOMES[found['outcome']]}.** {fmt.literal(found['summary'])}")
-    for detail in found["details"]:
-        st.markdown(f"- {fmt.literal(detail)}")
-    st.caption(f"{fmt.code(found['request_id'])} · {fmt.time(found['at'], zone)}")
     rows = []
     for limit_id in found["limit_ids"]:
         try:

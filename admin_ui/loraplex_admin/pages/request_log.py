@@ -9,10 +9,12 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError
+from loraplex_admin.api import Api
+from loraplex_admin.components import address, explanation
 from loraplex_admin.components.listing import Columns, Listing
 
 _STATES = {"reserved": "running"}
+_ARMS = ("stable", "canary", "shadow", "pinned")
 
 
 def render(api: Api, access: Access) -> None:
@@ -26,9 +28,10 @@ def render(api: Api, access: Access) -> None:
     slugs = {}
     if tenant is None:
         slugs = {one["id"]: one["slug"] for one in api.tenants(limit=choices.MAX_CHOICES)["data"]}
+    wanted = _filters()
     open_id = Listing(
         "requests",
-        fetch=lambda after=None: api.requests(tenant_id=tenant_id, after=after),
+        fetch=lambda after=None: api.requests(tenant_id=tenant_id, after=after, **wanted),
         columns=Columns(
             lambda one: _cells(one, slugs, zone),
             numbers=("status", "prompt", "completion", "first ms", "total ms"),
@@ -40,11 +43,41 @@ def render(api: Api, access: Access) -> None:
                 "total ms": "Until the last one, in milliseconds.",
             },
         ),
-        empty="No request yet. Give a key's secret to who calls, or ask something on the *Playground*.",
+        empty="No request is so. Take a filter out."
+        if any(wanted.values())
+        else "No request yet. Give a key's secret to who calls, or ask something on the *Playground*.",
     ).show()
     st.caption("Newest first. Prompts and answers are stored nowhere.")
     if open_id is not None:
-        _explain(api, open_id, zone)
+        with st.container(border=True):
+            explanation.show(api, open_id, zone)
+
+
+def _filters() -> dict[str, str | None]:
+    """What is asked; each is in the address under the key of its field."""
+    with st.expander("Filters", icon=":material/filter_list:", key="requests_filters"):
+        columns = st.columns(3)
+        wanted: dict[str, str | None] = {
+            "revision_id": columns[0].text_input(
+                "Answered by revision",
+                max_chars=80,
+                key="revision",
+                bind="query-params",
+                placeholder="rev_…",
+            ),
+            "rollout_id": columns[1].text_input(
+                "Of rollout", max_chars=80, key="rollout", bind="query-params", placeholder="rol_…"
+            ),
+            "arm": columns[2].selectbox("Side", ["any", *_ARMS], key="side", bind="query-params"),
+        }
+    wanted = {
+        name: None if value is None or value.strip() in ("", "any") else value.strip()
+        for name, value in wanted.items()
+    }
+    if st.session_state.setdefault("requests_wanted", wanted) != wanted:
+        st.session_state["requests_wanted"] = wanted
+        address.put(after=None, id=None)
+    return wanted
 
 
 def _cells(row: Any, slugs: dict[str, str], zone: str) -> dict[str, object]:  # noqa: ANN401 (a row)
@@ -61,6 +94,7 @@ def _cells(row: Any, slugs: dict[str, str], zone: str) -> dict[str, object]:  # 
         "first ms": _number(row["ttft_ms"]),
         "total ms": _number(row["e2e_ms"]),
         "error": row["error_code"] or "",
+        "side": row.get("arm") or "",
         "kind": row["kind"],
         "id": row["id"],
     }
@@ -69,17 +103,3 @@ def _cells(row: Any, slugs: dict[str, str], zone: str) -> dict[str, object]:  # 
 def _number(value: int | None) -> str:
     """Blank while there is none: a table writes "None" otherwise."""
     return "" if value is None else str(value)
-
-
-def _explain(api: Api, request_id: str, zone: str) -> None:
-    with st.container(border=True):
-        st.markdown(f"What became of {fmt.code(request_id)}")
-        try:
-            found = api.explain(request_id)
-        except ApiError as error:
-            choices.show_refusal(error)
-            return
-        st.markdown(fmt.literal(found["summary"]))
-        for detail in found["details"]:
-            st.markdown(f"- {fmt.literal(detail)}")
-        st.caption(fmt.time(found["at"], zone))
