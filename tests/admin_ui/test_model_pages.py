@@ -46,8 +46,7 @@ def test_a_revision_is_made_compared_and_pinned(
 ) -> None:
     _, (first, second) = two_versions(platform, tenant)
     platform.deploy(tenant["id"], "capitals", first)
-    [deployment] = admin.deployments(tenant["id"])["data"]
-    test = open_page("deployments", admin, tenant, id=deployment["id"])
+    test = open_page("deployments", admin, tenant, id="capitals")
     assert list(table(test, "deployments")["answers with"]) == ["capitals v1"]
 
     test.selectbox(key="revision_version_id").set_value(second)
@@ -62,7 +61,7 @@ def test_a_revision_is_made_compared_and_pinned(
     assert new["params"] == {"sampling": {"temperature": 0.2}, "system_prompt": "Answer in verse."}
     assert admin.deployments(tenant["id"])["data"][0]["revision"]["id"] == old["id"]
 
-    beside = open_page("deployments", admin, tenant, id=deployment["id"], revisions_id=new["id"])
+    beside = open_page("deployments", admin, tenant, id="capitals", revisions_id=new["id"])
     fields = {row["field"] for row in records(beside, "now")}
     assert any("version" in field or "adapter" in field for field in fields)
 

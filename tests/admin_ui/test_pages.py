@@ -70,7 +70,7 @@ def test_an_adapter_is_uploaded_deployed_asked_and_taken_out(
     log = open_page("requests", admin, tenant)
     assert len(table(log, "requests")) == len(admin.requests(tenant_id=tenant["id"])["data"])
 
-    out = open_page("deployments", admin, tenant, id=deployment["id"])
+    out = open_page("deployments", admin, tenant, id="capitals")
     confirm(out, "archive", "capitals")
     assert admin.deployments(tenant["id"])["data"] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time as clock
+from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -11,7 +12,7 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, Tenant
+from loraplex_admin.api import Api, ApiError, Page, Tenant
 from loraplex_admin.components import confirm, forms
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
@@ -33,7 +34,7 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("deployment.write", tenant["id"])
     listing = Listing(
         "deployments",
-        fetch=api.of_tenant(tenant["id"], "deployments").page,
+        fetch=partial(_page, api, tenant),
         search_label="Search model ids",
         columns=Columns(
             lambda one: _cells(one, tenant["billing_tz"]), wide=("model id", "answers with")
@@ -41,12 +42,26 @@ def render(api: Api, access: Access) -> None:
         empty="No deployment yet: this tenant reaches only the base model. "
         + ("Deploy something below." if can_write else "Its developers deploy adapters."),
     )
-    open_id = listing.show()
+    name = listing.show()
     if can_write:
         _deploy(api, tenant)
-    if open_id is not None:
-        _open(api, tenant, open_id, listing, can_write=can_write)
+    if name is not None:
+        try:
+            deployment = api.of_tenant(tenant["id"], "deployments").get(name)
+        except ApiError as error:
+            choices.show_refusal(error)
+        else:
+            _open(api, tenant, deployment, listing, can_write=can_write)
     _pins(api, tenant)
+
+
+def _page(
+    api: Api, tenant: Tenant, after: str | None = None, search: str | None = None
+) -> Page[Row]:
+    """Rows whose id is the model id: that is what the API and the address call a deployment."""
+    page = api.of_tenant(tenant["id"], "deployments").page(after=after, search=search)
+    page["data"] = [row | {"id": row["name"]} for row in page["data"]]
+    return page
 
 
 def _cells(deployment: Row, zone: str) -> dict[str, object]:
@@ -166,23 +181,12 @@ def _deploy(api: Api, tenant: Tenant) -> None:
 # ------------------------------------------------------------------------------------ open
 
 
-def _open(api: Api, tenant: Tenant, id_: str, listing: Listing, *, can_write: bool) -> None:
-    deployments = api.of_tenant(tenant["id"], "deployments")
-    # The address names the deployment by its id, the API by its name.
-    deployment = next(
-        (one for one in deployments.page(limit=100)["data"] if one["id"] == id_), None
-    )
-    if deployment is None:
-        st.error(
-            "This deployment is not there any more, or is another tenant's.",
-            icon=":material/error:",
-        )
-        return
+def _open(api: Api, tenant: Tenant, deployment: Row, listing: Listing, *, can_write: bool) -> None:
     name = deployment["name"]
     with st.container(border=True):
         st.subheader(fmt.literal(name))
         st.caption(
-            f"{fmt.code(id_)} · base {fmt.code(deployment['base_model'])} · revision "
+            f"{fmt.code(deployment['id'])} · base {fmt.code(deployment['base_model'])} · revision "
             f"{deployment['revision']['number']} answers"
         )
         try:
