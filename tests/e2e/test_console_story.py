@@ -45,7 +45,7 @@ def ask(fleet: Fleet, secret: str, question: str) -> httpx.Response:
         "messages": [{"role": "user", "content": question}],
         "max_tokens": 8,
     }
-    url = f"{fleet.state['gateway_url']}/v1/chat/completions"
+    url = f"{fleet.demo['gateway_url']}/v1/chat/completions"
     headers = {"authorization": f"Bearer {secret}"}
     return httpx.post(url, json=body, headers=headers, timeout=120, trust_env=False)
 
@@ -80,7 +80,7 @@ def test_from_a_new_tenant_to_a_canary_rolled_back_and_the_invoice(
 
     # Two versions of an adapter; the first one answers.
     browser.go(page, "Adapters")
-    for number, folder in ((1, "pirate"), (2, "terse")):
+    for number, folder in ((1, "pirate"), (2, "capitals")):
         browser.unfold(page, "Upload an adapter")
         browser.write(page, "Adapter name", "voice")
         for name in ("adapter_config.json", "adapter_model.safetensors"):

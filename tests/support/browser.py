@@ -161,9 +161,11 @@ def press(page: Page, name: str) -> None:
 
 
 def unfold(page: Page, title: str) -> None:
-    """Open a part of the page that is folded away."""
-    page.get_by_test_id("stExpander").filter(has_text=title).locator("summary").first.click()
-    settle(page)
+    """Open a part of the page that is folded away, if it is."""
+    part = page.get_by_test_id("stExpander").filter(has_text=title).first
+    if part.locator("details").first.get_attribute("open") is None:
+        part.locator("summary").first.click()
+        settle(page)
 
 
 def confirm(page: Page, title: str, name: str, button: str) -> None:
