@@ -416,6 +416,10 @@ class Api:
         """A list of the operator, or of all whom the caller may see: `limits`, `price-books`, `users`."""
         return Collection(self, f"/{name}")
 
+    def owned(self, tenant: Tenant | None, name: str) -> Collection:
+        """A list of the tenant; None: the platform's own of the same kind."""
+        return self.of_platform(name) if tenant is None else self.of_tenant(tenant["id"], name)
+
     # ------------------------------------------------------------- adapters and deployments
 
     def adapters(

@@ -196,6 +196,29 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
     figures = {metric.label: metric.value for metric in opened.metric}
     assert (figures["In both"], figures["Same words"], figures["Score"]) == ("2", "2", "50.0%")
 
+    fill(opened, new_schedule_name="nightly", new_schedule_cron="whenever")
+    press(opened, "new_schedule_go")
+    assert "cron" in words(opened)
+    fill(opened, new_schedule_cron="0 3 * * *")
+    press(opened, "new_schedule_go")
+    schedules = admin.of_tenant(tenant["id"], "eval-schedules")
+    [schedule] = schedules.page()["data"]
+    switched = open_page("evals", admin, tenant, schedules_id=schedule["id"])
+    press(switched, f"switch_{schedule['id']}")
+    assert not schedules.get(schedule["id"])["is_enabled"]
+    confirm(switched, f"delete_{schedule['id']}", "nightly")
+    assert schedules.page()["data"] == []
+
+
+def test_the_platforms_own_deployments_and_rollouts_are_the_operators(
+    platform: Stand, admin: Api
+) -> None:
+    for path in ("deployments", "rollouts"):
+        assert "The platform's own" in words(open_page(path, admin))
+    member = platform.member(platform.tenant("no-operator")["id"], "owner")
+    for path in ("deployments", "rollouts"):
+        assert "The platform's own" not in words(open_page(path, member))
+
 
 def test_models_and_engine_builds_are_listed(admin: Api) -> None:
     test = open_page("models", admin)

@@ -10,8 +10,12 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
 from loraplex_admin.api import Adapter, Api, ApiError, Tenant
+from loraplex_admin.components import forms
+from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
+from loraplex_admin.components.live import live
 from loraplex_admin.pages import adapter_versions
+from loraplex_admin.resources import Row
 
 
 def render(api: Api, access: Access) -> None:
@@ -24,6 +28,7 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("adapter.write", tenant["id"])
     if can_write:
         _upload(api, tenant)
+        _import(api, tenant)
     st.subheader("Adapters and versions")
     open_id = Listing(
         "adapters",
@@ -111,3 +116,64 @@ def _adapter_cells(adapter: Adapter, zone: str) -> dict[str, object]:
         "digest": "–" if newest is None else fmt.digest(newest["digest"]),
         "since": fmt.time(adapter["created_at"], zone),
     }
+
+
+def _import(api: Api, tenant: Tenant) -> None:
+    """From where the server reaches: its bytes never pass the browser."""
+    imports = api.of_tenant(tenant["id"], "adapter-imports")
+    zone = tenant["billing_tz"]
+    with st.expander("Import an adapter", icon=":material/cloud_download:", key="import_box"):
+        made = forms.create(
+            "import",
+            (
+                Field("name", "Adapter name", max_chars=80, placeholder="capitals"),
+                Field(
+                    "source",
+                    "From",
+                    max_chars=1000,
+                    placeholder="hf:owner/name@revision, s3://bucket/folder or file:folder",
+                    help="What the operator allows (LORAPLEX_IMPORT_SOURCES).",
+                ),
+            ),
+            submit="Import it",
+            send=lambda body, once: api.send(
+                "POST", f"/tenants/{tenant['id']}/adapters/import", body, once=once
+            ),
+        )
+        if made is not None:
+            choices.rerun_with_notice(
+                f"{fmt.code(made['name'])} is being fetched: see its state below."
+            )
+        page = imports.page()
+        is_under_way = any(one["state"] in ("queued", "running") for one in page["data"])
+
+        def draw() -> None:
+            Listing(
+                "imports",
+                fetch=lambda after=None: imports.page(after=after),
+                columns=Columns(
+                    lambda one: {
+                        "name": fmt.cell(one["name"]),
+                        "from": fmt.cell(one["source"]),
+                        "state": one["state"],
+                        "came": _progress(one),
+                        "trouble": fmt.cell(one["error"] and one["error"]["message"]) or "–",
+                        "began": fmt.time(one["created_at"], zone),
+                    },
+                    wide=("from", "trouble"),
+                ),
+                empty="Nothing was imported yet.",
+                is_main=False,
+                can_open=False,
+            ).show()
+
+        if is_under_way:
+            live(draw, calls=1)
+        elif page["data"]:
+            draw()
+
+
+def _progress(one: Row) -> str:
+    if one["total_bytes"] is None:
+        return fmt.size(one["received_bytes"])
+    return f"{fmt.size(one['received_bytes'])} of {fmt.size(one['total_bytes'])}"

@@ -28,17 +28,22 @@ def render(api: Api, access: Access) -> None:
     """The list, a form for what shall answer, then the one that is open with its revisions."""
     st.title("Deployments")
     choices.show_notice()
-    tenant = choices.tenant(api, access, key="deployments_tenant", action="deployment.read")
-    if tenant is None:
+    is_operator = access.may("platform_deployment.read")
+    tenant = choices.tenant(
+        api, access, key="deployments_tenant", action="deployment.read", allow_all=is_operator
+    )
+    if tenant is None and not is_operator:
         return
-    can_write = access.may("deployment.write", tenant["id"])
+    if tenant is None:
+        st.caption("The platform's own: the base model that all tenants reach.")
+        can_write = access.may("platform_deployment.write")
+    else:
+        can_write = access.may("deployment.write", tenant["id"])
     listing = Listing(
         "deployments",
         fetch=partial(_page, api, tenant),
         search_label="Search model ids",
-        columns=Columns(
-            lambda one: _cells(one, tenant["billing_tz"]), wide=("model id", "answers with")
-        ),
+        columns=Columns(lambda one: _cells(one, _zone(tenant)), wide=("model id", "answers with")),
         empty="No deployment yet: this tenant reaches only the base model. "
         + ("Deploy something below." if can_write else "Its developers deploy adapters."),
     )
@@ -47,19 +52,24 @@ def render(api: Api, access: Access) -> None:
         _deploy(api, tenant)
     if name is not None:
         try:
-            deployment = api.of_tenant(tenant["id"], "deployments").get(name)
+            deployment = api.owned(tenant, "deployments").get(name)
         except ApiError as error:
             choices.show_refusal(error)
         else:
             _open(api, tenant, deployment, listing, can_write=can_write)
-    _pins(api, tenant)
+    if tenant is not None:
+        _pins(api, tenant)
+
+
+def _zone(tenant: Tenant | None) -> str:
+    return "UTC" if tenant is None else tenant["billing_tz"]
 
 
 def _page(
-    api: Api, tenant: Tenant, after: str | None = None, search: str | None = None
+    api: Api, tenant: Tenant | None, after: str | None = None, search: str | None = None
 ) -> Page[Row]:
     """Rows whose id is the model id: that is what the API and the address call a deployment."""
-    page = api.of_tenant(tenant["id"], "deployments").page(after=after, search=search)
+    page = api.owned(tenant, "deployments").page(after=after, search=search)
     page["data"] = [row | {"id": row["name"]} for row in page["data"]]
     return page
 
@@ -90,9 +100,11 @@ def _say_follow(deployment: Row) -> str:
 # ---------------------------------------------------------------------------------- deploy
 
 
-def _versions(api: Api, tenant: Tenant) -> dict[str, str]:
+def _versions(api: Api, tenant: Tenant | None) -> dict[str, str]:
     """What can be deployed, of the newest fifty adapters; the base first."""
     found = {"": _BASE}
+    if tenant is None:
+        return found
     for adapter in api.adapters(tenant["id"])["data"]:
         for version in adapter["versions"]:
             if version["status"] == "ready":
@@ -100,7 +112,7 @@ def _versions(api: Api, tenant: Tenant) -> dict[str, str]:
     return found
 
 
-def _content_fields(api: Api, tenant: Tenant) -> tuple[Field, ...]:
+def _content_fields(api: Api, tenant: Tenant | None) -> tuple[Field, ...]:
     versions = _versions(api, tenant)
     return (
         Field("version_id", "Answers with", "choice", options=tuple(versions), labels=versions),
@@ -153,8 +165,8 @@ def _content(form: Row) -> Row:
     return body | ({"params": params} if params else {})
 
 
-def _deploy(api: Api, tenant: Tenant) -> None:
-    deployments = api.of_tenant(tenant["id"], "deployments")
+def _deploy(api: Api, tenant: Tenant | None) -> None:
+    deployments = api.owned(tenant, "deployments")
     with st.expander("Deploy", icon=":material/rocket_launch:", key="deploy_box"):
         made = forms.create(
             "deploy",
@@ -193,15 +205,16 @@ def _open(api: Api, tenant: Tenant, deployment: Row, listing: Listing, *, can_wr
             _revisions(api, tenant, deployment)
             if can_write:
                 _new_revision(api, tenant, name)
-                _pin(api, tenant, deployment)
-                _archive(api, tenant, name, listing)
+                if tenant is not None:
+                    _pin(api, tenant, deployment)
+                    _archive(api, tenant, name, listing)
         except ApiError as error:
             choices.show_refusal(error)
 
 
-def _revisions(api: Api, tenant: Tenant, deployment: Row) -> None:
-    zone, name = tenant["billing_tz"], deployment["name"]
-    revisions = api.of_tenant(tenant["id"], "deployments").under(name, "revisions")
+def _revisions(api: Api, tenant: Tenant | None, deployment: Row) -> None:
+    zone, name = _zone(tenant), deployment["name"]
+    revisions = api.owned(tenant, "deployments").under(name, "revisions")
     current = deployment["revision"]["id"]
     chosen = Listing(
         "revisions",
@@ -249,8 +262,8 @@ def _say(value: Any) -> str:  # noqa: ANN401 (whatever JSON has there)
     )
 
 
-def _new_revision(api: Api, tenant: Tenant, name: str) -> None:
-    revisions = api.of_tenant(tenant["id"], "deployments").under(name, "revisions")
+def _new_revision(api: Api, tenant: Tenant | None, name: str) -> None:
+    revisions = api.owned(tenant, "deployments").under(name, "revisions")
     with st.expander(
         "New revision, for a rollout or a pin", icon=":material/add:", key="revision_box"
     ):
@@ -312,7 +325,7 @@ def _archive(api: Api, tenant: Tenant, name: str, listing: Listing) -> None:
         key="archive",
     ):
         return
-    api.of_tenant(tenant["id"], "deployments").remove(name)
+    api.owned(tenant, "deployments").remove(name)
     listing.open(None)
     choices.rerun_with_notice(f"{fmt.code(name)} is out of service.")
 

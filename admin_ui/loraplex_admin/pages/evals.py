@@ -15,6 +15,7 @@ from loraplex_admin.components import address, charts, confirm, forms, status
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
+from loraplex_admin.pages import eval_schedules
 from loraplex_admin.resources import Row
 
 _RUNNING = ("queued", "running")
@@ -31,6 +32,7 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("eval.write", tenant["id"])
     suites = _suites(api, tenant, can_write=can_write)
     _runs(api, tenant, suites, can_write=can_write)
+    eval_schedules.show(api, tenant, suites, can_write=can_write)
 
 
 # ---------------------------------------------------------------------------------- suites

@@ -34,12 +34,18 @@ def render(api: Api, access: Access) -> None:
     """The list, a form for a draft, then the one that is open."""
     st.title("Rollouts")
     choices.show_notice()
-    tenant = choices.tenant(api, access, key="rollouts_tenant", action="rollout.read")
-    if tenant is None:
+    is_operator = access.may("platform_rollout.read")
+    tenant = choices.tenant(
+        api, access, key="rollouts_tenant", action="rollout.read", allow_all=is_operator
+    )
+    if tenant is None and not is_operator:
         return
-    zone = tenant["billing_tz"]
-    can_write = access.may("rollout.write", tenant["id"])
-    rollouts = api.of_tenant(tenant["id"], "rollouts")
+    if tenant is None:
+        st.caption("The platform's own: of the base model that all tenants reach.")
+        can_write, zone = access.may("platform_rollout.write"), "UTC"
+    else:
+        can_write, zone = access.may("rollout.write", tenant["id"]), tenant["billing_tz"]
+    rollouts = api.owned(tenant, "rollouts")
     listing = Listing(
         "rollouts",
         fetch=lambda after=None: rollouts.page(after=after),
@@ -104,9 +110,10 @@ def _say_step(step: Row) -> str:
 # ------------------------------------------------------------------------------------- new
 
 
-def _new_rollout(api: Api, tenant: Tenant, listing: Listing) -> None:
-    rollouts = api.of_tenant(tenant["id"], "rollouts")
-    names = [one["name"] for one in api.deployments(tenant["id"])["data"]]
+def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
+    rollouts = api.owned(tenant, "rollouts")
+    deployments = api.owned(tenant, "deployments").page(limit=choices.MAX_CHOICES)
+    names = [one["name"] for one in deployments["data"]]
     if not names:
         st.info(
             "There is no deployment yet. Make one under *Deployments*.", icon=":material/lightbulb:"

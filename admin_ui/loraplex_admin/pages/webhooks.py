@@ -35,7 +35,7 @@ def render(api: Api, access: Access) -> None:
     )
     if tenant is None and not is_operator:
         return
-    hooks = api.of_tenant(tenant["id"], "webhooks") if tenant else api.of_platform("webhooks")
+    hooks = api.owned(tenant, "webhooks")
     can_write = (
         access.may("webhook.write", tenant["id"])
         if tenant
