@@ -506,7 +506,7 @@ class Api:
         self, *, tenant_id: str | None, after: str | None = None, **only: str | None
     ) -> Page[RequestRow]:
         """One page of the request log, newest first; metadata only. `only`: `revision_id` and the like."""
-        found = self.page("/requests", after=after, tenant_id=tenant_id, **only)
+        found = self.page("/requests", after=after, limit=PAGE_SIZE, tenant_id=tenant_id, **only)
         return cast(Page[RequestRow], found)
 
     def explain(self, request_id: str) -> Row:

@@ -69,7 +69,7 @@ def test_a_revision_is_made_compared_and_pinned(
     press(test, "pin_go")
     [pin] = admin.of_tenant(tenant["id"], "pins").page()["data"]
     assert (pin["revision_id"], pin["until"]) == (new["id"], None)
-    assert list(table(test, "pins")["until"]) == ["for good"]
+    assert [row["until"] for row in records(test, "stays at")] == ["for good"]
 
 
 def test_an_alias_is_set_moved_and_what_is_unused_is_retired(
@@ -77,6 +77,7 @@ def test_an_alias_is_set_moved_and_what_is_unused_is_retired(
 ) -> None:
     adapter_id, (first, second) = two_versions(platform, tenant)
     test = open_page("adapters", admin, tenant, id=adapter_id)
+    assert not test.error, words(test)
     fill(test, alias_alias="production")
     test.selectbox(key="alias_version_id").set_value(first)
     press(test, "alias_go")
@@ -144,8 +145,8 @@ def test_a_rollout_is_drafted_started_watched_and_aborted(
     assert rollouts.get(draft["id"])["state"] == "canary"
     confirm(test, f"abort_{draft['id']}", "capitals")
     assert rollouts.get(draft["id"])["state"] == "aborted"
-    kinds = list(table(test, "events")["what"])
-    assert {"created", "started", "paused", "aborted"} <= set(kinds)
+    kinds = {row["what"] for row in records(test, "in words") if "what" in row}
+    assert {"created", "started", "paused", "aborted"} <= kinds
 
 
 # -------------------------------------------------------------------------------------- evals
@@ -162,7 +163,7 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
             "checks": [{"type": "contains", "value": "base model"}],
         },
         {
-            "id": "<b>spain</b>",
+            "id": "spain",
             "messages": [{"role": "user", "content": "Capital of Spain?"}],
             "checks": [{"type": "contains", "value": "Madrid"}],
         },
@@ -192,7 +193,7 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
     second, first = runs.page()["data"]
     opened = open_page("evals", admin, tenant, id=second["id"], **{"with": first["id"]})
     results = table(opened, "results").set_index("case")
-    assert dict(results["status"]) == {"france": "pass", "<b>spain</b>": "fail"}
+    assert dict(results["status"]) == {"france": "pass", "spain": "fail"}
     figures = {metric.label: metric.value for metric in opened.metric}
     assert (figures["In both"], figures["Same words"], figures["Score"]) == ("2", "2", "50.0%")
 

@@ -193,7 +193,9 @@ def _deploy(api: Api, tenant: Tenant | None) -> None:
 # ------------------------------------------------------------------------------------ open
 
 
-def _open(api: Api, tenant: Tenant, deployment: Row, listing: Listing, *, can_write: bool) -> None:
+def _open(
+    api: Api, tenant: Tenant | None, deployment: Row, listing: Listing, *, can_write: bool
+) -> None:
     name = deployment["name"]
     with st.container(border=True):
         st.subheader(fmt.literal(name))
