@@ -25,9 +25,7 @@ def test_days_begin_at_the_tenants_midnight(zone: str) -> None:
     assert query["start"] < datetime.now(UTC).timestamp() < query["end"]
 
 
-def test_a_shared_address_shows_what_was_chosen(
-    platform: Stand, tenant: dict[str, Any]
-) -> None:
+def test_a_shared_address_shows_what_was_chosen(platform: Stand, tenant: dict[str, Any]) -> None:
     api: Api = platform.api()
     hello = [{"role": "user", "content": "hello"}]
     assert "".join(api.chat(tenant["id"], BASE, hello, max_tokens=40, temperature=0.0))
