@@ -455,13 +455,29 @@ class Api:
         return cast(Page[Deployment], self.page(path, after=after))
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Deployment:
-        """Let `name` answer with a version from now on; None: with the base."""
-        answer = self._call(
-            "PUT",
-            f"/tenants/{tenant_id}/deployments/{segment(name)}",
-            json={"version_id": version_id},
-        )
-        return cast(Deployment, _json(answer))
+        """Let `name` answer with a version from now on; None: with the base. What else it is set to stays."""
+        tenant = self.tenant(tenant_id)
+        return cast(Deployment, self.deploy_content(tenant, name, {"version_id": version_id}))
+
+    def deploy_content(self, tenant: Tenant | None, name: str, content: Row) -> Row:
+        """Let `name` answer with this; what is not named (engine build, system prompt, sampling) stays.
+
+        Args:
+            tenant: whose it is; None: the platform's own.
+        """
+        deployments = self.owned(tenant, "deployments")
+        try:
+            found = deployments.get(name)
+        except ApiError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
+            return deployments.put(name, content)
+        now = found["revision"]
+        params = now["params"] | content.get("params", {})
+        if "sampling" in now["params"] and "sampling" in params:
+            params["sampling"] = now["params"]["sampling"] | params["sampling"]
+        kept = {"engine_build_id": now["engine_build_id"]} | content | {"params": params}
+        return deployments.put(name, kept, version=found["version"])
 
     def delete_deployment(self, tenant_id: str, name: str) -> None:
         """Take a name out of service; its history stays."""
@@ -541,8 +557,12 @@ class Api:
     # ------------------------------------------------------------------------------ plumbing
 
     def read(self, path: str, **query: str | None) -> Row:
-        """GET what is there; of `query` what is None is not asked."""
-        return self._get(path, {name: value for name, value in query.items() if value is not None})
+        """GET what is there, with the `version` that its ETag names; of `query` what is None is not asked."""
+        asked = {name: value for name, value in query.items() if value is not None}
+        answer = self._call("GET", path, params=asked)
+        found = _json(answer)
+        tag = answer.headers.get("etag", "").strip('"')
+        return {"version": int(tag)} | found if tag.isdecimal() else found
 
     def page(
         self, path: str, *, after: str | None = None, limit: int = PAGE_SIZE, **query: str | None

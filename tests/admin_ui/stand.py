@@ -214,7 +214,12 @@ async def _platform(
         app = create_app(settings, passwords=cheap_passwords())
         await stack.enter_async_context(app.router.lifespan_context(app))
         worker = WorkerSettings.model_validate(
-            {"database_url": serving_url(db_url), "redis_url": redis_url, "journal_interval_s": 0.2}
+            {
+                "database_url": serving_url(db_url),
+                "redis_url": redis_url,
+                "journal_interval_s": 0.2,
+                "model_dir": folder / "model",  # evals are run by who has its tokenizer
+            }
         )
         await stack.enter_async_context(open_worker(worker))
         await until(lambda: gateway.router.num_ready > 0)

@@ -65,6 +65,15 @@ def test_a_revision_is_made_compared_and_pinned(
     fields = {row["field"] for row in records(beside, "now")}
     assert any("version" in field or "adapter" in field for field in fields)
 
+    fill(test, deploy_name="capitals")
+    test.text_area(key="deploy_system_prompt").set_value("Be short.")
+    press(test, "deploy_go")
+    kept = open_page("deployments", admin, tenant)
+    fill(kept, deploy_name="capitals", deploy_top_p="0.9")
+    press(kept, "deploy_go")
+    now = admin.deployments(tenant["id"])["data"][0]["revision"]
+    assert now["params"] == {"sampling": {"top_p": 0.9}, "system_prompt": "Be short."}  # type: ignore[typeddict-item]
+
     fill(test, pin_revision_id=new["id"], pin_reason="audited")
     press(test, "pin_go")
     [pin] = admin.of_tenant(tenant["id"], "pins").page()["data"]
@@ -81,6 +90,7 @@ def test_an_alias_is_set_moved_and_what_is_unused_is_retired(
     fill(test, alias_alias="production")
     test.selectbox(key="alias_version_id").set_value(first)
     press(test, "alias_go")
+    test = open_page("adapters", admin, tenant, id=adapter_id)
     fill(test, alias_alias="production")
     test.selectbox(key="alias_version_id").set_value(second)
     press(test, "alias_go")

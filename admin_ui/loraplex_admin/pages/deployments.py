@@ -166,7 +166,6 @@ def _content(form: Row) -> Row:
 
 
 def _deploy(api: Api, tenant: Tenant | None) -> None:
-    deployments = api.owned(tenant, "deployments")
     with st.expander("Deploy", icon=":material/rocket_launch:", key="deploy_box"):
         made = forms.create(
             "deploy",
@@ -176,13 +175,14 @@ def _deploy(api: Api, tenant: Tenant | None) -> None:
                     "Model id",
                     max_chars=128,
                     placeholder="capitals",
-                    help="What the tenant's clients write as `model`. One that is there already changes at once.",
+                    help="What the tenant's clients write as `model`. One that is there changes at once; what is left empty "
+                    "here stays as it is.",
                 ),
                 *_content_fields(api, tenant),
             ),
             submit="Deploy",
             check=lambda body: None if body["name"] else "Write a model id.",
-            send=lambda body, _once: deployments.put(body["name"], _content(body)),
+            send=lambda body, _once: api.deploy_content(tenant, body["name"], _content(body)),
         )
     if made is not None:
         choices.rerun_with_notice(

@@ -46,7 +46,7 @@ class Pace:
     """Who answered, and how fast. `first_token_s`: monotonic; the others as in `Settlement`."""
 
     first_token_s: float | None
-    fingerprint: str
+    fingerprint: str | None
     itl_mean_ms: float | None
     itl_p95_ms: float | None
 

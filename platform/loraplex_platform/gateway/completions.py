@@ -20,8 +20,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import ConflictError, IdempotencyReuseError
-from loraplex_platform.gateway import openapi
+from loraplex_platform.gateway import openapi, queries
 from loraplex_platform.gateway.admissions import RATES, RateGate
 from loraplex_platform.gateway.answers import (
     Answer,
@@ -76,7 +77,6 @@ from loraplex_platform.gateway.revision_choice import (
     Side,
     Who,
     choose_revision,
-    find_callable,
     is_scored,
     is_shadowed,
     may_call,
@@ -104,7 +104,13 @@ CONVERSATION_HEADER = "x-loraplex-conversation-id"
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: Caller
 ) -> Response:
-    """Answer a conversation with the model or adapter deployment named in `model`."""
+    """Answer a conversation with the model or adapter deployment named in `model`.
+
+    What a request leaves out, the deployment's revision may say: a system prompt, for conversations that
+    have no system or developer message of their own, and defaults for `temperature`, `top_p`, `top_k`,
+    `min_p`, the penalties, `max_tokens` and `stop`. What the request says itself always counts, also where
+    that is a value that switches something off. There is no default seed.
+    """
     require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await _begin(request, gateway, caller, "chat.completions", raw)
@@ -149,7 +155,10 @@ async def create_chat_completion(
 
 @router.post("/completions", **openapi.COMPLETIONS)
 async def create_completion(request: Request, gateway: ThisGateway, caller: Caller) -> Response:
-    """Continue a raw prompt, given as text or as token ids."""
+    """Continue a raw prompt, given as text or as token ids.
+
+    The revision's sampling defaults hold as for conversations; its system prompt does not.
+    """
     require_scope(caller, "inference")
     raw = await _read_body(request)
     retry = await _begin(request, gateway, caller, "completions", raw)
@@ -264,13 +273,18 @@ def _parse_chat(body: bytes) -> tuple[ChatRequest, list[ChatMessage]]:
 
 
 async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> ServedModel:
-    return await find_callable(
+    """What the name stands for; to this caller nothing that its key may not call."""
+    finding = queries.find_model(
         gateway.sessions,
-        caller,
+        caller.tenant_id,
         gateway.settings.base_model,
         name,
-        deadline_s=gateway.settings.database_deadline_s,
+        known=gateway.known_revisions,
     )
+    model = await within(gateway.settings.database_deadline_s, finding)
+    if model is None or not may_call(caller, model):
+        raise unknown_model(name)
+    return model
 
 
 def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -> str | None:

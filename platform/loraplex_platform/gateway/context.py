@@ -25,6 +25,7 @@ from loraplex_platform.gateway.middleware import REQUEST_UUID
 from loraplex_platform.gateway.preparation import Preparer
 from loraplex_platform.gateway.pump import Pump
 from loraplex_platform.gateway.pump_supervisor import PumpSupervisor
+from loraplex_platform.gateway.queries import KnownRevisions
 from loraplex_platform.gateway.routing import RETRY_AFTER_S, Replica, Router
 from loraplex_platform.gateway.spool import Spool
 from loraplex_platform.gateway.tokenization import BaseTokenizer
@@ -55,6 +56,7 @@ class Gateway:
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For names the client
     failpoints: Failpoints = INERT
     pump: type[Pump] = Pump  # what runs a request; a profile's keeps no books
+    known_revisions: KnownRevisions = field(default_factory=KnownRevisions)
     preparer: Preparer = field(init=False)
     copying: Copying = field(init=False)
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError
-from loraplex_engine.protocol import EngineStats
+from loraplex_engine.protocol import GIVEN_UP, EngineStats
 
 from loraplex_platform.errors import EngineUnavailableError, PlatformError
 from loraplex_platform.fleet import absorbed
@@ -63,7 +63,7 @@ Kind = Literal["shadow", "score"]
 class ShadowGivenUpError(PlatformError):
     """A shadow was ended for our own sake: it says nothing of the canary, and gates leave it out."""
 
-    code = "shadow_given_up"
+    code = GIVEN_UP
 
 
 class _DroppedError(Exception):
@@ -143,6 +143,14 @@ class Copying:
                 worker.add_done_callback(self._workers.discard)
 
     async def _work(self) -> None:
+        try:
+            await self._work_on()
+        finally:
+            # Here, with no turn of the loop between: what comes now starts a worker of its own.
+            if (worker := asyncio.current_task()) is not None:
+                self._workers.discard(worker)
+
+    async def _work_on(self) -> None:
         while self._waiting:
             wanted = self._waiting.popleft()
             kind = wanted.kind

@@ -269,6 +269,25 @@ _RATE_HEADERS: Final = {
         "schema": {"type": "integer"},
     },
 }
+_REVISION_HEADERS: Final = {
+    "x-loraplex-revision": {
+        "description": "The deployment's revision that answered: which adapter version, engine build, system "
+        "prompt and defaults.",
+        "required": True,
+        "schema": {"type": "string"},
+    },
+    "x-loraplex-arm": {
+        "description": "Only while a rollout of the deployment is under way or the tenant has a pin: whether the "
+        "rollout's stable or canary revision answered, or the one that the tenant's pin names.",
+        "required": False,
+        "schema": {"type": "string", "enum": ["stable", "canary", "pinned"]},
+    },
+    "x-loraplex-rollout": {
+        "description": "Which rollout `x-loraplex-arm` speaks of.",
+        "required": False,
+        "schema": {"type": "string"},
+    },
+}
 _BEARER: Final[list[dict[str, list[str]]]] = [{"key": []}]
 
 
@@ -295,15 +314,16 @@ def _errors(*statuses: str) -> dict[str, Any]:
 def _route(
     answer: dict[str, Any], *errors: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    headers = _RATE_HEADERS if body is None else _RATE_HEADERS | _REVISION_HEADERS
     extra: dict[str, Any] = {
         "security": _BEARER,
         "responses": {
-            "200": {"description": "The answer.", "headers": _RATE_HEADERS, "content": answer},
+            "200": {"description": "The answer.", "headers": headers, "content": answer},
             **_errors("401", "403", *errors, "429", "500", "503"),
         },
     }
     if body is not None:
-        extra["parameters"] = [_IDEMPOTENCY_KEY]
+        extra["parameters"] = [_IDEMPOTENCY_KEY, _CONVERSATION_ID]
         extra["requestBody"] = {"required": True, "content": {"application/json": body}}
     return {"response_class": Response, "openapi_extra": extra}
 
@@ -318,6 +338,16 @@ _IDEMPOTENCY_KEY: Final = {
     " it, a 409 says so; after it with the first one's id and usage. A first request that cost"
     " nothing frees the key.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[ -~]+$"},
+}
+_CONVERSATION_ID: Final = {
+    "name": "x-loraplex-conversation-id",
+    "in": "header",
+    "required": False,
+    "description": "Names the conversation that the request belongs to; it goes before"
+    " `metadata.conversation_id`. In a rollout that goes by conversation all requests of one get their answers"
+    " from one side. Without either, the conversation's beginning tells it apart: the first user message"
+    " and the first system or developer message before it; a raw prompt goes by its API key then.",
+    "schema": {"type": "string", "maxLength": shapes.MAX_SUBJECT_CHARS},
 }
 _FRAMES = "Frames `data: {...}`, then `data: [DONE]`; a frame with `error` if it fails midway."
 

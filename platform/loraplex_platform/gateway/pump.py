@@ -111,6 +111,7 @@ class Pump:
     _times: TokenTimes = field(default_factory=TokenTimes, init=False)  # of the first choice
     _kept_ids: list[int] | None = field(default=None, init=False)  # of the first choice
     _first_token_s: float | None = field(default=None, init=False)
+    _fingerprint: str | None = field(default=None, init=False)  # of whoever it was handed to
     _stream: EngineStream | None = field(default=None, init=False)
     _lease_ends_s: float = field(default=0.0, init=False)  # monotonic
     _is_abandoned: bool = field(default=False, init=False)
@@ -321,6 +322,7 @@ class Pump:
                 return self._void(error)
             self.failpoints.hit("before_send")
             self._is_dispatched = True
+            self._fingerprint = self.replica.fingerprint
             try:
                 self._stream = await self.replica.client.generate(self._message())
             except EngineRejectedError as error:
@@ -555,9 +557,7 @@ class Pump:
             self.metrics,
             self.spool,
         )
-        pace = Pace(
-            self._first_token_s, self.replica.fingerprint, self._times.mean_ms, self._times.p95_ms
-        )
+        pace = Pace(self._first_token_s, self._fingerprint, self._times.mean_ms, self._times.p95_ms)
         self.failpoints.hit("before_tx2")
         self.failpoints.hit("inside_tx2")
         closing = asyncio.create_task(books.close(ending, self.lease_token or 0, pace))

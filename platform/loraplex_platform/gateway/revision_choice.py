@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
-from loraplex_platform.db.deadline import within
-from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import ModelNotFoundError
-from loraplex_platform.gateway import queries
-from loraplex_platform.gateway.queries import ActiveRollout, ServedModel
+from loraplex_platform.gateway.queries import ActiveRollout, ListedModel, ServedModel
 from loraplex_platform.metering.records import Arm
 from loraplex_platform.rollouts.assignment import NUM_BUCKETS, assign, subject_of
 from loraplex_platform.tenancy.authentication import Authenticated
@@ -44,33 +41,15 @@ class Who:
     messages: Iterable[tuple[str, str]] = ()
 
 
-async def find_callable(
-    sessions: SessionFactory,
-    caller: Authenticated,
-    base_model: str,
-    name: str,
-    *,
-    deadline_s: float,
-) -> ServedModel:
-    """What the name stands for, to this caller.
-
-    Raises:
-        ModelNotFoundError: nothing, or nothing that its key may call.
-        DatabaseUnavailableError: not found out within the deadline.
-    """
-    found = queries.find_model(sessions, caller.tenant_id, base_model, name)
-    model = await within(deadline_s, found)
-    if model is None or not may_call(caller, model):
-        raise unknown_model(name)
-    return model
-
-
-def may_call(caller: Authenticated, model: ServedModel) -> bool:
-    """Whether the key is granted this revision; one that is not does not exist for it."""
-    return caller.grants is None or caller.grants.allows(
+def may_call(caller: Authenticated, model: ServedModel | ListedModel) -> bool:
+    """Whether the key is granted this model; one that is not does not exist for it."""
+    if caller.grants is None:
+        return True
+    revision = model.revision if isinstance(model, ServedModel) else model
+    return caller.grants.allows(
         deployment_id=model.deployment_id,
-        base_model_id=model.revision.base_model_id,
-        adapter_id=model.revision.adapter_id,
+        base_model_id=revision.base_model_id,
+        adapter_id=revision.adapter_id,
     )
 
 
@@ -94,8 +73,7 @@ def choose_revision(
     rollout = model.rollout
     if rollout is None or rollout.state == "evaluating":
         return model, None
-    canary = model.answered_by(rollout.canary)
-    if not may_call(caller, canary):
+    if caller.grants is not None and not may_call(caller, model.answered_by(rollout.canary)):
         return model, None
     subject = subject_of(
         rollout.sticky_by,
@@ -110,7 +88,7 @@ def choose_revision(
     side = Side(
         "canary" if is_canary else "stable", rollout.id, rollout.step, assignment.subject_key
     )
-    return (canary if is_canary else model), side
+    return (model.answered_by(rollout.canary) if is_canary else model), side
 
 
 def is_shadowed(request_id: UUID, rollout: ActiveRollout) -> bool:

@@ -167,7 +167,8 @@ _RULES = (
     ),
     _Rule(
         "ledger_equals_attempts",
-        "The ledger charges each attempt's prompt, cached and output tokens, and faults to nobody",
+        "The ledger charges each attempt's prompt, cached and output tokens, and faults to nobody, by its"
+        " request's price book and of its revision",
         """
         select l.entry_id as id, l.account || ': ledger ' || l.prompt_tokens || ' ('
             || l.cached_tokens || ' cached)+' || l.completion_tokens || ', attempt '
@@ -178,7 +179,9 @@ _RULES = (
         left join attempts a on a.request_id = l.entry_id
             and a.attempt = case l.kind when 'late' then l.seq else r.attempt end
         where l.kind in ('usage', 'late') and l.entry_id >= :since and (
-            l.tenant_id = r.tenant_id
+            l.tenant_id = r.tenant_id and l.price_book_id = r.price_book_id
+            -- Rows of older releases do not say.
+            and (l.revision_id is null or l.revision_id is not distinct from r.revision_id)
             and l.prompt_tokens = a.prompt_tokens and l.cached_tokens = a.cached_tokens
             and case l.account
                 when 'revenue' then l.completion_tokens = a.billed and l.kind = 'usage'
@@ -190,6 +193,19 @@ _RULES = (
         select a.request_id, 'an earlier attempt was billed ' || a.billed
         from attempts a join requests r on r.id = a.request_id
         where a.request_id >= :since and a.attempt <> r.attempt and a.billed > 0
+        """,
+        code="I1",
+    ),
+    _Rule(
+        "revisions_book_bills",
+        "Whatever a revision answers that names a price book is billed by it",
+        """
+        select r.id, 'is billed by ' || b.name || ', its revision names ' || o.name as detail
+        from deployment_revisions v
+        join requests r on r.revision_id = v.id and r.price_book_id <> v.price_book_id
+        join price_books b on b.id = r.price_book_id
+        join price_books o on o.id = v.price_book_id
+        where r.id >= :since
         """,
         code="I1",
     ),

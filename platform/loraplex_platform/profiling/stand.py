@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -337,17 +336,8 @@ def _app(gateway: Gateway) -> RequestContext:
             tenant_salt=b"",
             model=ServedModel(
                 public_name="profile",
-                base_model="profile",
                 deployment_id=_NOBODY,
-                created_at=datetime.now(UTC),
-                owner="profile",
-                revision=Revision(
-                    id=_NOBODY,
-                    base_model_id=_NOBODY,
-                    adapter_version_id=None,
-                    adapter_digest=None,
-                    adapter_id=None,
-                ),
+                revision=Revision(_NOBODY, _NOBODY, None, _NOBODY, "profile"),
             ),
             endpoint="chat.completions",
             is_stream=True,

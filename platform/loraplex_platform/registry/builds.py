@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -19,6 +20,15 @@ from loraplex_platform.registry.base_model import BaseModelFacts
 log = structlog.get_logger(__name__)
 
 FRESH_S = 60.0  # `last_seen_at` may be so old of a build that runs
+UNKNOWN_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Whether the build was seen for the first time, and whether its weights are known here."""
+
+    is_new: bool
+    has_base: bool
 
 
 class BuildKeeper:
@@ -36,10 +46,11 @@ class BuildKeeper:
             if now_s - self._noted_at_s.get(key, -FRESH_S) < FRESH_S or not key[0]:
                 continue
 
-            async def note(session: AsyncSession, record: ReplicaRecord = record) -> bool:
+            async def note(session: AsyncSession, record: ReplicaRecord = record) -> Noted:
                 return await note_build(session, record)
 
-            if await run_transaction(self._sessions, note, is_idempotent=True):
+            noted = await run_transaction(self._sessions, note, is_idempotent=True)
+            if noted.is_new:
                 log.info(
                     "engine_build_seen",
                     fingerprint=record.model_fingerprint,
@@ -48,18 +59,26 @@ class BuildKeeper:
                     dtype=record.dtype,
                     device=record.device,
                 )
-            self._noted_at_s[key] = now_s
+            is_known = noted.has_base or not record.base_revision
+            if not is_known and key not in self._noted_at_s:
+                log.warning(
+                    "base_model_unknown",
+                    name=record.base_model,
+                    revision=record.base_revision,
+                    tokenizer_sha256=record.tokenizer_sha256,
+                    chat_template_sha256=record.chat_template_sha256,
+                )
+            # The control process that knows these weights may still be starting.
+            self._noted_at_s[key] = now_s if is_known else now_s - FRESH_S + UNKNOWN_AGAIN_S
 
 
-async def note_build(session: AsyncSession, record: ReplicaRecord) -> bool:
-    """Keep the build of a replica, and its base model if only the weights are new; whether it is new."""
-    return await queries.note_build(
-        session,
-        record.model_fingerprint,
-        record.base_model,
-        await _find_base(session, record),
-        _facts_of(record),
+async def note_build(session: AsyncSession, record: ReplicaRecord) -> Noted:
+    """Keep the build of a replica, and its base model if only the weights are new."""
+    base_id = await _find_base(session, record)
+    is_new = await queries.note_build(
+        session, record.model_fingerprint, record.base_model, base_id, _facts_of(record)
     )
+    return Noted(is_new, base_id is not None)
 
 
 async def _find_base(session: AsyncSession, record: ReplicaRecord) -> UUID | None:
@@ -93,13 +112,6 @@ async def _find_base(session: AsyncSession, record: ReplicaRecord) -> UUID | Non
             )
             log.info("base_model_seen", name=added.name, revision=added.revision)
             return added.id
-    log.warning(
-        "base_model_unknown",
-        name=record.base_model,
-        revision=record.base_revision,
-        tokenizer_sha256=record.tokenizer_sha256,
-        chat_template_sha256=record.chat_template_sha256,
-    )
     return None
 
 

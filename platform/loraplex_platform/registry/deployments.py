@@ -322,11 +322,12 @@ async def _get_version(
     alias: AdapterAlias | None,
 ) -> AdapterVersion | None:
     if tenant_id is None:
-        if wanted.version_id is not None:
-            raise InvalidRequestError(
-                "version_id: the platform's deployment answers with the base: send null.",
-                param="version_id",
-            )
+        for field in ("version_id", "follow"):
+            if getattr(wanted, field, None) is not None:
+                raise InvalidRequestError(
+                    f"{field}: the platform's deployment answers with the base: send version_id null.",
+                    param=field,
+                )
         return None
     if alias is not None:
         version_id = format_id("adapter_version", alias.version_id)

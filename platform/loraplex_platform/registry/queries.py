@@ -153,6 +153,16 @@ async def find_adapter_by_name(session: AsyncSession, tenant_id: UUID, name: str
     return await session.scalar(adapters_of(tenant_id).where(Adapter.name == name))
 
 
+async def base_of_adapter(session: AsyncSession, adapter_id: UUID) -> str:
+    """The name of the base model that an adapter was uploaded for."""
+    statement = (
+        select(BaseModel.name)
+        .join(Adapter, Adapter.base_model_id == BaseModel.id)
+        .where(Adapter.id == adapter_id)
+    )
+    return (await session.execute(statement)).scalar_one()
+
+
 async def versions_of(
     session: AsyncSession, tenant_id: UUID, adapter_ids: Sequence[UUID]
 ) -> dict[UUID, list[AdapterVersion]]:

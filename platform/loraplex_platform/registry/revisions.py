@@ -98,6 +98,14 @@ async def content_of(
         InvalidRequestError: no such build or book, or they do not fit; names the field.
         PermissionDeniedError: another price book, by somebody who may not choose it.
     """
+    if version is not None:
+        trained_on = await queries.base_of_adapter(session, version.adapter_id)
+        if trained_on != asker.base_model.name:
+            raise InvalidRequestError(
+                f"version_id: this adapter is of {trained_on}, and {asker.base_model.name} is served here; upload "
+                "one that was trained on it.",
+                param="version_id",
+            )
     build = await _get_build(session, asker.base_model, wanted.engine_build_id)
     base_model = await _base_of(session, asker.base_model, build)
     current = None

@@ -17,7 +17,8 @@ Topics = Annotated[
     Field(
         min_length=1,
         max_length=3,
-        description="alert: thresholds of limits, webhooks that fail, rollouts that a gate aborts or that wait for somebody. "
+        description="alert: thresholds of limits, webhooks that fail, pins that end, evals that change, rollouts that a gate "
+        "aborts or that wait for somebody. "
         "invoice: issued and void ones. rollout: each step and end of one.",
     ),
 ]

@@ -388,3 +388,26 @@ async def test_adapter_hours_go_by_the_book_in_force(db: Database, db_url: str) 
     )
     assert [(book, seconds, int(pico)) for book, seconds, pico in rows] == [(listed, 7200, 14_400)]
     await sound(db)
+
+
+@pytest.mark.parametrize(
+    ("tampering", "rule"),
+    [
+        ("update requests set price_book_id = %(standard)s", "revisions_book_bills"),
+        ("update ledger set revision_id = gen_random_uuid()", "ledger_equals_attempts"),
+        ("update ledger set price_book_id = %(standard)s", "ledger_equals_attempts"),
+    ],
+)
+async def test_a_bill_by_another_book_or_revision_is_found_out(
+    db: Database, db_url: str, tampering: str, rule: str
+) -> None:
+    customer = await add_customer(db)
+    model = add_model(db_url, customer)
+    revision = add_revision(db_url, model.deployment_id, price_book_id=own_book(db_url))
+    await used(db, wanted_of(customer, model, revision))
+    await sound(db)
+
+    as_owner(db_url, tampering.replace("%(standard)s", f"'{STANDARD_BOOK}'"))
+
+    report = await check_invariants(db.sessions)
+    assert rule in {check.name for check in report.checks if not check.ok}

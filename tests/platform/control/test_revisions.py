@@ -310,6 +310,45 @@ async def test_the_platforms_own_deployment_has_revisions_too_and_only_it(stand:
     with_version = {"version_id": "ver_" + UUID(int=1).hex}
     refused = await stand.admin.put(path, json=with_version)
     assert error_of(refused, 400, "invalid_request")["param"] == "version_id"
+    followed = {"follow": {"adapter_id": "adp_" + UUID(int=1).hex, "alias": "a"}}
+    refused = await stand.admin.put(path, json=followed)
+    assert error_of(refused, 400, "invalid_request")["param"] == "follow"
     tenant = await stand.tenant("acme")
     owner = await member(stand, tenant["id"], "owner", "owner@acme.example")
     error_of(await owner.put(path, json=body), 403, "permission_denied")
+
+
+async def test_builds_are_everybodys_to_name_and_their_replicas_the_operators_to_see(
+    stand: Stand,
+) -> None:
+    tenant = await stand.tenant("acme")
+    owner = await member(stand, tenant["id"], "owner", "owner@acme.example")
+    idle = await add_build(stand)
+    running = await add_build(stand, fingerprint=stand.engine.model_fingerprint)
+
+    mine = (await stand.admin.get("/admin/v1/engine-builds")).json()["data"]
+    theirs = (await owner.get("/admin/v1/engine-builds")).json()["data"]
+
+    assert [(item["id"], item["replicas"]) for item in mine] == [(running, ["fake-0"]), (idle, [])]
+    assert [(item["is_running"], item["replicas"]) for item in theirs] == [
+        (True, None),
+        (False, None),
+    ]
+
+
+async def test_an_adapter_of_another_base_is_refused(stand: Stand) -> None:
+    tenant = await stand.tenant("acme")
+    version_id = await stand.version(tenant["id"])
+    await run_sql(
+        stand.db,
+        "with other as (insert into base_models (id, name, revision, tokenizer_sha256, chat_template_sha256,"
+        " architecture) values (:id, 'llama', 'r', '', '', '{}') returning id)"
+        " update adapters set base_model_id = (select id from other)",
+        id=uuid7(),
+    )
+    path = f"/admin/v1/tenants/{tenant['id']}/deployments/support"
+
+    refused = await stand.admin.put(path, json={"version_id": version_id})
+
+    error = error_of(refused, 400, "invalid_request")
+    assert (error["param"], "llama" in error["message"]) == ("version_id", True)
