@@ -257,6 +257,16 @@ CREATE TRIGGER tr_deployment_revisions_guard_book
     FOR EACH ROW WHEN (NEW.price_book_id IS NOT NULL)
     EXECUTE FUNCTION loraplex_guard_revision_book();
 
+-- Prices of the ledger's rows are looked up by their deployment, also years later.
+CREATE FUNCTION loraplex_guard_deployment_base() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        RAISE check_violation USING MESSAGE = 'a deployment stays with the base model that it is priced by';
+    END
+    $$;
+CREATE TRIGGER tr_deployments_guard_base BEFORE UPDATE OF base_model_id ON deployments
+    FOR EACH ROW WHEN (NEW.base_model_id IS DISTINCT FROM OLD.base_model_id)
+    EXECUTE FUNCTION loraplex_guard_deployment_base();
+
 -- The book by which a request is billed, its name and its prices; nothing for a request that one may not
 -- see. As the owner: a tenant may know what it pays for its own, and no more of the books.
 CREATE FUNCTION loraplex_prices_of_request(wanted uuid)
@@ -455,6 +465,8 @@ ALTER TABLE requests
     DROP COLUMN shadow_of, DROP COLUMN sampling, DROP COLUMN fingerprint, DROP COLUMN itl_mean_ms,
     DROP COLUMN itl_p95_ms, DROP COLUMN stable_logprob;
 DROP FUNCTION loraplex_prices_of_request(uuid);
+DROP TRIGGER tr_deployments_guard_base ON deployments;
+DROP FUNCTION loraplex_guard_deployment_base();
 DROP TRIGGER tr_deployment_revisions_guard_book ON deployment_revisions;
 DROP FUNCTION loraplex_guard_revision_book();
 ALTER TABLE deployment_revisions DROP COLUMN engine_build_id, DROP COLUMN price_book_id;

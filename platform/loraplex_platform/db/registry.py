@@ -134,6 +134,8 @@ class Deployment(Base):
     id: Mapped[UUID] = mapped_column(primary_key=True)
     tenant_id: Mapped[UUID | None] = mapped_column(ForeignKey("tenants.id"))
     public_name: Mapped[str] = mapped_column(String(128))
+    # What it was made for, which prices go by: never changed, for what is on the ledger must cost the same
+    # tomorrow. The weights that answer are its revisions'.
     base_model_id: Mapped[UUID] = mapped_column(ForeignKey("base_models.id"))
     # Set in the transaction that inserts the first revision; the two tables name each other.
     current_revision_id: Mapped[UUID | None]

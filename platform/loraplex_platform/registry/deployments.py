@@ -97,7 +97,6 @@ async def deploy(
             session,
             deployment.id,
             current_revision_id=revision.id,
-            base_model_id=revision.base_model_id,
             followed_adapter_id=following[0],
             followed_alias=following[1],
         )
@@ -163,12 +162,7 @@ async def follow_alias(
         await revisions.check_no_rollout(session, deployment)
         [shown] = await queries.resolve(session, [deployment])
         before = _settings_of(shown)
-        await queries.point_at(
-            session,
-            deployment.id,
-            current_revision_id=revision.id,
-            base_model_id=revision.base_model_id,
-        )
+        await queries.point_at(session, deployment.id, current_revision_id=revision.id)
         await session.refresh(deployment)
         [deployed] = await queries.resolve(session, [deployment])
         _record(session, actor, "deployment.follow", deployed, before=before)

@@ -116,7 +116,10 @@ async def content_of(
         book_id = await _choose_book(session, asker, wanted.price_book_id, book_id)
     if book_id is not None and asker.is_operator:
         adapter_id = None if version is None else version.adapter_id
-        if not await queries.has_price(session, book_id, base_model.id, adapter_id, deployment.id):
+        # As billing does it: by the base that the deployment was made for, whatever weights answer.
+        if not await queries.has_price(
+            session, book_id, deployment.base_model_id, adapter_id, deployment.id
+        ):
             shown = format_id("price_book", book_id)
             raise InvalidRequestError(
                 f"price_book_id: {shown} has no price for input and output of this; a request could not be "

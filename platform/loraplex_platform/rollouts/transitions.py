@@ -17,7 +17,7 @@ from sqlalchemy import func
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import Actor, record
-from loraplex_platform.db import Deployment, DeploymentRevision, Rollout
+from loraplex_platform.db import Deployment, Rollout
 from loraplex_platform.db.base import Json
 from loraplex_platform.ids import format_id
 from loraplex_platform.registry import queries as registry
@@ -158,10 +158,4 @@ async def end(
 
 
 async def _point_at(session: AsyncSession, rollout: Rollout, revision_id: UUID) -> None:
-    revision = await session.get_one(DeploymentRevision, revision_id)
-    await registry.point_at(
-        session,
-        rollout.deployment_id,
-        current_revision_id=revision.id,
-        base_model_id=revision.base_model_id,
-    )
+    await registry.point_at(session, rollout.deployment_id, current_revision_id=revision_id)

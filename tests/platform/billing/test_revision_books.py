@@ -359,6 +359,36 @@ async def test_a_new_list_says_nothing_of_deployments_with_a_book_of_their_own(
     assert model.name not in await unpriced()
 
 
+async def test_other_weights_change_no_price_of_what_was_used(db: Database, db_url: str) -> None:
+    """Prices for a base model are those of the one that a deployment was made for."""
+    customer = await add_customer(db)
+    model = add_model(db_url, customer)
+    own = {("base_model", model.base_model_id, name): 5 for name in ("input", "output")}
+    add_book(db_url, "by base", datetime.now(UTC) - timedelta(days=9), OWN | own)
+    first = await used(db, wanted_of(customer, model, add_revision(db_url, model.deployment_id)))
+    other = uuid7()
+    as_owner(
+        db_url,
+        "insert into base_models (id, name, revision, tokenizer_sha256, chat_template_sha256,"
+        " architecture) select %s, name, 'other', tokenizer_sha256, chat_template_sha256, '{}'"
+        " from base_models where id = %s",
+        *(other, model.base_model_id),
+    )
+    promoted = add_revision(db_url, model.deployment_id, is_current=True)
+    as_owner(
+        db_url,
+        "update deployment_revisions set base_model_id = %s where id = %s",
+        *(other, promoted),
+    )
+
+    second = await used(db, wanted_of(customer, model, promoted))
+
+    assert first == second == 6 * 5 + 4 * 1 + 20 * 5 + 11
+    await sound(db)
+    with pytest.raises(errors.CheckViolation, match="stays with the base model"):
+        as_owner(db_url, "update deployments set base_model_id = %s", other)
+
+
 async def test_adapter_hours_go_by_the_book_in_force(db: Database, db_url: str) -> None:
     """A version may be deployed by several revisions at once, and costs its hour once."""
     customer = await add_customer(db)
