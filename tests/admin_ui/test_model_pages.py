@@ -201,6 +201,7 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
         deadline_s=60,
     )
     second, first = runs.page()["data"]
+    assert second["state"] == "failed", second
     opened = open_page("evals", admin, tenant, id=second["id"], **{"with": first["id"]})
     results = table(opened, "results").set_index("case")
     assert dict(results["status"]) == {"france": "pass", "spain": "fail"}
