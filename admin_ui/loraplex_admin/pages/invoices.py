@@ -173,39 +173,61 @@ def _lines(invoice: Row) -> None:
 
 
 def _change(api: Api, invoice: Row, name: str, listing: Listing) -> None:
-    invoices, id_ = api.of_tenant(invoice["tenant_id"], "invoices"), invoice["id"]
+    if invoice["status"] == "draft":
+        _finalize(api, invoice, name)
+        _drop(api, invoice, listing)
+    elif invoice["status"] == "final" and invoice["kind"] == "invoice":
+        _void(api, invoice, name, listing)
+
+
+def _finalize(api: Api, invoice: Row, name: str) -> None:
+    if not confirm.by_name(
+        "Finalize this invoice",
+        name=name,
+        consequence="It is computed once more, gets the next number and is **frozen for good**; its webhooks go out.",
+        button="Finalize it",
+        key=f"finalize_{invoice['id']}",
+    ):
+        return
     try:
-        if invoice["status"] == "draft":
-            if confirm.by_name(
-                "Finalize this invoice",
-                name=name,
-                consequence="It is computed once more, gets the next number and is **frozen for good**; its webhooks go out.",
-                button="Finalize it",
-                key=f"finalize_{id_}",
-            ):
-                final = invoices.act(id_, "finalize")
-                choices.rerun_with_notice(f"{fmt.code(final['number'])} is issued.")
-            if st.button("Throw the draft away", key=f"drop_{id_}"):
-                invoices.remove(id_)
-                listing.open(None)
-                choices.rerun_with_notice(
-                    "The draft is gone. It can be drafted again from the books."
-                )
-        elif invoice["status"] == "final" and invoice["kind"] == "invoice":
-            reason = st.text_input("Why it is voided", max_chars=400, key=f"void_reason_{id_}")
-            if confirm.by_name(
-                "Void this invoice",
-                name=name,
-                consequence="A credit note cancels it. Only the tenant's newest one can be voided.",
-                button="Void it",
-                key=f"void_{id_}",
-            ):
-                note = invoices.act(id_, "void", {"reason": reason.strip()})
-                listing.go_to_start()
-                listing.open(note["id"])
-                choices.rerun_with_notice(f"{fmt.code(note['number'])} cancels {fmt.code(name)}.")
+        final = api.of_tenant(invoice["tenant_id"], "invoices").act(invoice["id"], "finalize")
     except ApiError as error:
         choices.show_refusal(error)
+        return
+    choices.rerun_with_notice(f"{fmt.code(final['number'])} is issued.")
+
+
+def _drop(api: Api, invoice: Row, listing: Listing) -> None:
+    if not st.button("Throw the draft away", key=f"drop_{invoice['id']}"):
+        return
+    try:
+        api.of_tenant(invoice["tenant_id"], "invoices").remove(invoice["id"])
+    except ApiError as error:
+        choices.show_refusal(error)
+        return
+    listing.open(None)
+    choices.rerun_with_notice("The draft is gone. It can be drafted again from the books.")
+
+
+def _void(api: Api, invoice: Row, name: str, listing: Listing) -> None:
+    reason = st.text_input("Why it is voided", max_chars=400, key=f"void_reason_{invoice['id']}")
+    if not confirm.by_name(
+        "Void this invoice",
+        name=name,
+        consequence="A credit note cancels it. Only the tenant's newest one can be voided.",
+        button="Void it",
+        key=f"void_{invoice['id']}",
+    ):
+        return
+    invoices = api.of_tenant(invoice["tenant_id"], "invoices")
+    try:
+        note = invoices.act(invoice["id"], "void", {"reason": reason.strip()})
+    except ApiError as error:
+        choices.show_refusal(error)
+        return
+    listing.go_to_start()
+    listing.open(note["id"])
+    choices.rerun_with_notice(f"{fmt.code(note['number'])} cancels {fmt.code(name)}.")
 
 
 def _draft(api: Api, tenant: Tenant, listing: Listing) -> None:

@@ -58,7 +58,19 @@ log = structlog.get_logger(__name__)
 LEAST_INTERVAL_S: Final = 2.0
 COST_SHARE: Final = 0.05
 MAX_LOOKS_A_ROUND: Final = 1_000
+PATIENCE_S: Final = 10.0
 _SHOWN_CASES: Final = 20
+# What a verdict has of one step alone.
+_OF_A_STEP: Final = (
+    "verdict",
+    "summary",
+    "gates",
+    "stable",
+    "canary",
+    "looks",
+    "told",
+    "problem_since",
+)
 
 SuiteName = Literal["offline", "golden"]
 # passed: of an offline run for good, of golden ones the last. waits: the words say for what.
@@ -83,6 +95,7 @@ class RolloutDriver:
 
     Attributes:
         cost_share: of its interval that a look may take.
+        patience_s: how long replicas may lack the canary before that is told.
         on_look: told how long each look took, in seconds.
     """
 
@@ -91,6 +104,7 @@ class RolloutDriver:
     failpoints: Failpoints = INERT
     least_interval_s: float = LEAST_INTERVAL_S
     cost_share: float = COST_SHARE
+    patience_s: float = PATIENCE_S
     on_look: Callable[[float], object] = field(default=lambda took_s: took_s)
 
     async def run_once(self) -> int:
@@ -144,9 +158,11 @@ class RolloutDriver:
                 await end(session, held, SYSTEM, "aborted", reason)
             else:
                 await act(session, held, seen)
+            if before == (held.state, held.step):
+                return None
             await session.flush()
             self.failpoints.hit("inside_transition")
-            return None if before == (held.state, held.step) else held.state
+            return held.state
 
         state = await run_transaction(self.sessions, work)
         if state is not None:
@@ -184,8 +200,7 @@ class RolloutDriver:
         if waits_for is None and held.is_paused:
             waits_for = "it is paused"
         verdict["waits_for"] = waits_for
-        if seen.problem is not None:
-            await _hold(session, held, verdict, seen.problem)
+        await self._note_problem(session, held, verdict, seen.problem)
         if waits_for is None:
             await self._enter(session, held, verdict, 0)
         held.verdict = verdict
@@ -232,6 +247,9 @@ class RolloutDriver:
         left = held.step_began_at + timedelta(seconds=steps[held.step].hold_s) - now
         is_last = held.step + 1 == len(steps)
         verdict["waits_for"] = None
+        problem = None if is_last else seen.problem
+        if left <= timedelta(0):
+            await self._note_problem(session, held, verdict, problem)
         if left > timedelta(0):
             verdict["waits_for"] = f"its step's time: {math.ceil(left.total_seconds())} s are left"
         elif seen.decision is not None and seen.decision.verdict != "pass":
@@ -240,9 +258,8 @@ class RolloutDriver:
             await _hold(session, held, verdict, why, key="inconclusive")
         elif held.is_paused:
             verdict["waits_for"] = "it is paused"
-        elif seen.problem is not None and not is_last:
-            verdict["waits_for"] = seen.problem
-            await _hold(session, held, verdict, seen.problem)
+        elif problem is not None:
+            verdict["waits_for"] = problem
         elif not is_last:
             await self._enter(session, held, verdict, held.step + 1)
         elif is_approved_by_hand(held):
@@ -252,11 +269,23 @@ class RolloutDriver:
             reason = f"all {len(steps)} steps are passed"
             await end(session, held, SYSTEM, "promoted", reason)
 
+    async def _note_problem(
+        self, session: AsyncSession, held: Rollout, verdict: Json, problem: str | None
+    ) -> None:
+        """An adapter that loads is no news; one that still does after a while is."""
+        if problem is None:
+            verdict.pop("problem_since", None)
+            return
+        now = await queries.now_of(session)
+        since = datetime.fromisoformat(verdict.setdefault("problem_since", now.isoformat()))
+        if now - since >= timedelta(seconds=self.patience_s):
+            await _hold(session, held, verdict, problem)
+
     async def _enter(
         self, session: AsyncSession, held: Rollout, verdict: Json, number: int
     ) -> None:
         """The next step; of the last one's look nothing stays that would be taken for its own."""
-        for name in ("verdict", "summary", "gates", "stable", "canary", "looks", "told"):
+        for name in _OF_A_STEP:
             verdict.pop(name, None)
         verdict["waits_for"] = None
         verdict["interval_s"] = self.least_interval_s

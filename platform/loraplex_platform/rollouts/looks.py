@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, get_args
 from uuid import UUID
 
-from sqlalchemy import bindparam, text
+from sqlalchemy import TextClause, bindparam, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import Text
@@ -60,9 +60,7 @@ select
     r.arm <> 'stable' as is_canary,
     r.subject_key,
     r.prompt_tokens,
-    -- Of a shadow nothing is billed: what it said is in its attempt.
-    case r.kind when 'user' then r.completion_tokens
-        else (select sum(a.absorbed) from attempts a where a.request_id = r.id) end as completion_tokens,
+    @@TOKENS@@ as completion_tokens,
     case
         when r.error_code = any(:ours) then null
         when r.state = 'reserved' then case
@@ -87,7 +85,15 @@ select
 from requests r
 where r.rollout_id = :rollout_id and r.rollout_step = :step
     and (r.arm = 'stable' and r.kind = 'user' or r.arm = :arm)
+offset 0 -- each of these is computed once, not wherever it is named below
 """  # noqa: S608 # of constants
+
+_TOKENS: Final[Mapping[StepKind, str]] = {
+    "canary": "r.completion_tokens",
+    # Of a shadow nothing is billed: what it said is in its attempt.
+    "shadow": "case r.kind when 'user' then r.completion_tokens else (select sum(a.absorbed)::bigint"
+    " from attempts a where a.request_id = r.id) end",
+}
 
 _SHARES: Final = ("error", "abort", "by_limit")
 _MEANS: Final = {
@@ -137,22 +143,19 @@ def _bucket_sql(name: str) -> str:
     # `greatest` of nothing and a number is the number.
     return (
         f"case when {name} is not null then floor({BUCKETS_PER_OCTAVE}"
-        f" * ln(greatest({name}, 0.0009765625)::double precision) / ln(2::double precision))::int end"
+        f" * ln(greatest({name}::double precision, 0.0009765625::double precision))"
+        " / ln(2::double precision))::int end"
     )
 
 
-_PARAMETERS: Final = (bindparam("ours", type_=ARRAY(Text())),)
-_SUMS: Final = text(_sums_sql()).bindparams(*_PARAMETERS)
-_HISTOGRAMS: Final = text(
-    f"""
+PARAMETERS: Final = (bindparam("ours", type_=ARRAY(Text())),)
+_HISTOGRAMS: Final = f"""
 select is_canary, {_bucket_sql("ttft")} as ttft, {_bucket_sql("itl")} as itl, count(*)
 from ({_ASKED}) asked
 where ttft is not null or itl is not null
 group by 1, 2, 3
 """  # noqa: S608 # of constants
-).bindparams(*_PARAMETERS)
-_TAILS: Final = text(
-    f"""
+_TAILS: Final = f"""
 select is_canary,
     count(*) filter (where n_ttft > 0), sum(n_ttft)::bigint, sum(t_ttft)::double precision,
     sum(n_ttft * n_ttft)::bigint, sum(n_ttft * t_ttft)::double precision,
@@ -171,7 +174,23 @@ from (
     group by is_canary, subject_key
 ) subjects group by is_canary
 """  # noqa: S608 # of constants
-).bindparams(*_PARAMETERS)
+
+
+def _statement(sql: str, kind: StepKind) -> TextClause:
+    return text(sql.replace("@@TOKENS@@", _TOKENS[kind])).bindparams(*PARAMETERS)
+
+
+_PATIENTLY: Final = text("set local statement_timeout = '120s'")
+
+# What a look asks, in this order.
+STATEMENTS: Final[Mapping[StepKind, Mapping[str, TextClause]]] = {
+    kind: {
+        "sums": _statement(_sums_sql(), kind),
+        "histograms": _statement(_HISTOGRAMS, kind),
+        "tails": _statement(_TAILS, kind),
+    }
+    for kind in get_args(StepKind)
+}
 
 _NOTHING: Final = SubjectSums.of(())
 
@@ -222,6 +241,8 @@ async def look(
     """Read a step's requests, whoever's they are, in one snapshot of its own."""
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+        # Millions of requests take seconds: nobody waits for them, and the next look is the later for it.
+        await session.execute(_PATIENTLY)
         return await _read(session, rollout_id, step, kind, plan)
 
 
@@ -234,8 +255,9 @@ async def _read(
         "arm": _ARMS[kind],
         "ours": list(_OURS if kind == "canary" else _OURS_IN_SHADOW),
     }
-    rows = {row.is_canary: row for row in await session.execute(_SUMS, values)}
-    histograms = _histograms((await session.execute(_HISTOGRAMS, values)).all())
+    asked = STATEMENTS[kind]
+    rows = {row.is_canary: row for row in await session.execute(asked["sums"], values)}
+    histograms = _histograms((await session.execute(asked["histograms"], values)).all())
     sides = {
         is_canary: _figures(rows.get(is_canary), histograms[is_canary])
         for is_canary in (False, True)
@@ -251,7 +273,7 @@ async def _read(
             for is_canary in sides
             for name in ("ttft", "itl")
         }
-        tails = _tails((await session.execute(_TAILS, values | bounds)).all())
+        tails = _tails((await session.execute(asked["tails"], values | bounds)).all())
     observed = {}
     for gate in gates:
         both: list[Observation] = [

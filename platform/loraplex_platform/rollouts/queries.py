@@ -21,7 +21,6 @@ from loraplex_platform.db import (
     RolloutEvent,
 )
 from loraplex_platform.db.base import Json
-from loraplex_platform.rollouts.records import ACTIVE
 
 # ---------------------------------------------------------------------------- rollouts
 
@@ -41,13 +40,6 @@ async def find(
     if for_update:
         statement = statement.with_for_update().execution_options(populate_existing=True)
     return await session.scalar(statement)
-
-
-async def find_active(session: AsyncSession, deployment_id: UUID) -> Rollout | None:
-    """The one rollout of a deployment that is under way."""
-    return await session.scalar(
-        select(Rollout).where(Rollout.deployment_id == deployment_id, Rollout.state.in_(ACTIVE))
-    )
 
 
 async def last_promoted(session: AsyncSession, deployment_id: UUID) -> UUID | None:

@@ -22,6 +22,8 @@ from loraplex_platform.db import Deployment, Rollout
 from loraplex_platform.errors import ConflictError, InvalidRequestError, NotFoundError
 from loraplex_platform.evals import service as evals
 from loraplex_platform.ids import MalformedIdError, format_id, parse_id, uuid7
+from loraplex_platform.registry import queries as registry
+from loraplex_platform.registry.errors import RolloutActiveError
 from loraplex_platform.rollouts import queries
 from loraplex_platform.rollouts.gates import GateSettings
 from loraplex_platform.rollouts.queries import Side
@@ -53,12 +55,6 @@ class RolloutStateError(ConflictError):
     """It is not in a state in which this can be done; the message says in which it is, and what can be."""
 
     code = "rollout_state"
-
-
-class RolloutActiveError(ConflictError):
-    """Another rollout of the deployment is under way."""
-
-    code = "rollout_active"
 
 
 # ---------------------------------------------------------------------------- looked up
@@ -240,7 +236,7 @@ async def start(
         side = await queries.find_side(session, deployment.id, revision_id=revision_id)
         if side is not None:
             _check_not_retired(side, field)
-    other = await queries.find_active(session, deployment.id)
+    other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
     before = facts_of(rollout)
@@ -255,9 +251,7 @@ async def start(
         if "uq_rollouts_active" not in str(error.orig):
             raise
         # Whoever came by another way than this function's lock; the index has the last word.
-        raise RolloutActiveError(
-            f"Another rollout of {deployment.public_name} is under way; end that first."
-        ) from None
+        raise RolloutActiveError(deployment.public_name, "another one", "started now") from None
     suites = [name for name, _ in settings_of(rollout).suites if name == "offline"]
     await note(
         session,
@@ -371,7 +365,7 @@ async def roll_back(
     _check_state(rollout, ("promoted",), "roll back")
     if deployment.archived_at is not None:
         raise RolloutStateError("Its deployment is archived: nothing answers any more.")
-    other = await queries.find_active(session, deployment.id)
+    other = await registry.find_active_rollout(session, deployment.id)
     if other is not None:
         raise _active(deployment, other)
     last = await queries.last_promoted(session, deployment.id)
@@ -574,10 +568,7 @@ def _check_state(rollout: Rollout, allowed: tuple[State, ...], verb: str) -> Non
 
 
 def _active(deployment: Deployment, other: Rollout) -> RolloutActiveError:
-    return RolloutActiveError(
-        f"{format_id('rollout', other.id)} of {deployment.public_name} is under way ({other.state}): promote or "
-        "abort it first."
-    )
+    return RolloutActiveError(deployment.public_name, format_id("rollout", other.id), other.state)
 
 
 def _shown(rollout: Rollout, stable: int, canary: int) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class ConnectedFleet:
             replica
             for replica in self.router.replicas
             if replica.record.base_model == side.base_model.name
+            # Empty: a replica of a release that does not say.
+            and replica.record.base_revision in ("", side.base_model.revision)
             and builds.allows(replica.fingerprint)
         ]
 

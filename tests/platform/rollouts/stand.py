@@ -97,7 +97,11 @@ class World:
     def driver(self) -> RolloutDriver:
         if self._driver is None:
             self._driver = RolloutDriver(
-                self.db.sessions, self.fleet, least_interval_s=0.0, cost_share=math.inf
+                self.db.sessions,
+                self.fleet,
+                least_interval_s=0.0,
+                cost_share=math.inf,
+                patience_s=0.0,
             )
         return self._driver
 
