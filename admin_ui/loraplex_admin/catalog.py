@@ -11,7 +11,7 @@ from typing import Final
 
 from loraplex_admin.access import Access
 from loraplex_admin.api import Api
-from loraplex_admin.pages import (
+from loraplex_admin.views import (
     adapters,
     audit,
     deployments,

@@ -201,7 +201,8 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
         deadline_s=60,
     )
     second, first = runs.page()["data"]
-    assert second["state"] == "failed", second
+    results = runs.under(second["id"], "results").page()["data"]
+    assert second["state"] == "failed", (second["error"], [one["reason"] for one in results])
     opened = open_page("evals", admin, tenant, id=second["id"], **{"with": first["id"]})
     results = table(opened, "results").set_index("case")
     assert dict(results["status"]) == {"france": "pass", "spain": "fail"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from loraplex_admin.api import Api
-from loraplex_admin.pages import usage
+from loraplex_admin.views import usage
 
 from tests.admin_ui.driver import open_page
 from tests.admin_ui.stand import Stand

@@ -6,8 +6,6 @@ import unicodedata
 
 import streamlit as st
 
-from loraplex_admin import choices
-
 
 def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -> bool:
     """Whether it was confirmed in this run.
@@ -24,7 +22,7 @@ def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -
         with st.form(key, border=False):
             typed = st.text_input(
                 "Type the name above to confirm",
-                key=choices.fresh(f"{key}_typed"),
+                key=f"{key}_typed",
                 autocomplete="off",
             )
             is_sent = st.form_submit_button(button, type="primary", key=f"{key}_go")
@@ -33,7 +31,6 @@ def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -
         if _plain(typed) != _plain(name):
             st.error("That is not the name. Nothing was done.", icon=":material/error:")
             return False
-    choices.empty(f"{key}_typed")
     return True
 
 

@@ -14,8 +14,8 @@ from loraplex_admin.components import forms
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
-from loraplex_admin.pages import adapter_versions
 from loraplex_admin.resources import Row
+from loraplex_admin.views import adapter_versions
 
 
 def render(api: Api, access: Access) -> None:

@@ -15,8 +15,8 @@ from loraplex_admin.components import address, charts, confirm, forms, status
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
-from loraplex_admin.pages import eval_schedules
 from loraplex_admin.resources import Row
+from loraplex_admin.views import eval_schedules
 
 _RUNNING = ("queued", "running")
 _MAX_FILE_BYTES = 4 << 20
