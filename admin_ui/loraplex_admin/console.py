@@ -90,7 +90,7 @@ def main() -> None:
     sections = {pages[0].section: [_page(pages[0], api, access, is_start=True)]}
     for page in pages:
         sections.setdefault(page.section, []).append(_page(page, api, access))
-    navigation = st.navigation(sections)
+    navigation = st.navigation(sections, expanded=True)
     st.logo(str(_ICON), size="large")
     with st.sidebar:
         st.caption(f"{fmt.literal(access.user['email'])} · {access.role}")

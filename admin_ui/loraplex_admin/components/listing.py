@@ -24,25 +24,26 @@ class Columns:
     Attributes:
         cells: a row as the cells of a table, in their order. Cells are text as it is, never Markdown.
         numbers: columns that are set to the right.
-        wide: columns whose text is long.
+        wide, widest: columns whose text is long, and very long.
         help: what a column's name does not say.
     """
 
     cells: Callable[[Any], dict[str, Any]]
     numbers: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+    widest: tuple[str, ...] = ()
     help: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, names: list[str]) -> dict[str, Any]:
         """As Streamlit takes it."""
         return {
             name: st.column_config.TextColumn(
-                width="medium" if name in self.wide else None,
+                width="large" if name in self.widest else "medium" if name in self.wide else None,
                 alignment="right" if name in self.numbers else None,
                 help=self.help.get(name),
             )
             for name in names
-            if name in self.numbers or name in self.wide or name in self.help
+            if name in (*self.numbers, *self.wide, *self.widest) or name in self.help
         }
 
 

@@ -333,7 +333,7 @@ def _events(rollouts: Collection, rollout: Row, zone: str) -> None:
                     "who": fmt.cell(one["actor"]),
                     "in words": fmt.cell(one["message"]),
                 },
-                wide=("in words",),
+                widest=("in words",),
             ),
             empty="Nothing has happened to it yet.",
             is_main=False,

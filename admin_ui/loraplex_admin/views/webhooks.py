@@ -132,7 +132,7 @@ def _webhook(hooks: Collection, hook: Row, zone: str, listing: Listing, *, can_w
         open_delivery = Listing(
             "deliveries",
             fetch=fetch,
-            columns=Columns(lambda one: _delivery_cells(one, zone), wide=("last error",)),
+            columns=Columns(lambda one: _delivery_cells(one, zone), widest=("last error",)),
             empty="Nothing has been sent yet. Send a test message above.",
             is_main=False,
         ).show()
