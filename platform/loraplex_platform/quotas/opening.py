@@ -11,7 +11,8 @@ they take to read. So a quota is set in three steps:
 
 Between the first and the last step the windows count, but no limit reads them. What is counted in the
 second cannot change meanwhile: such a request is over. Whole days come from the rollups, the rest from
-the ledger, in pieces of a second or so. Whoever dies in between leaves a limit that `is_opening`: it
+the ledger. What one statement reads is bounded by a number of rows, however many a tenant has in whatever
+time: none comes near the statement timeout. Whoever dies in between leaves a limit that `is_opening`: it
 refuses nothing, nobody sees it, and the next who sets the same quota, or `queries.purge`, removes it.
 """
 
@@ -19,25 +20,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.errors import ConflictError
-from loraplex_platform.ids import uuid7, uuid7_floor
+from loraplex_platform.ids import unix_s_of, uuid7, uuid7_floor
 
 # An id has its maker's clock in it, which may be ten minutes off (metering.records).
 _SKEW = timedelta(minutes=11)
-# A piece of the ledger is of so much time at first, and then of so much that it takes about a second.
-_FIRST_PIECE = timedelta(minutes=15)
-_LONGEST_PIECE = timedelta(days=64)
-_PIECE_S = 1.0
+# A piece of the ledger is of so many lines at first, and then of about so many that it takes as long as
+# this, far from the statement timeout: where the last one was found in memory, the next may be on a disk.
+FIRST_LINES = 5_000
+MOST_LINES = 100_000
+_PIECE_S = 0.5
+# A piece of the rollups is of as many days as have so many rows, or of one.
+ROLLUP_ROWS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,35 +111,93 @@ select first_day, last_day, loraplex_midnight(last_day + 1, billing_tz) as over_
 """)
 # One statement: a day that is marked between two would be in both sums, or in neither.
 _OF_ROLLUPS = """
-with marked as materialized (
-    select distinct day from rollup_dirty
-    where tenant_id = :tenant_id and day between :first_day and :last_day
+with piece as materialized (
+    select coalesce((
+        select u.day from usage_daily u
+        where u.tenant_id = :tenant_id and u.day between :first_day and :last_day
+        order by u.day, u.row_no offset :most limit 1
+    ), cast(:last_day as date)) as last_day
+), marked as materialized (
+    -- Day by day: a mark is of a request, and there may be any number of a day's.
+    select d.day from piece, lateral (
+        select cast(:first_day as date) + n as day
+        from generate_series(0, piece.last_day - cast(:first_day as date)) n
+    ) d
+    where exists (
+        select from rollup_dirty m where m.tenant_id = :tenant_id and m.day = d.day)
 )
-select coalesce(sum({amount}), 0) as used, (select array_agg(day) from marked) as marked
-from usage_daily u
-where u.tenant_id = :tenant_id and u.day between :first_day and :last_day and {scope}
-    and not exists (select from marked where marked.day = u.day)
+select piece.last_day, (select array_agg(day) from marked) as marked, (
+    select coalesce(sum({amount}), 0) from usage_daily u
+    where u.tenant_id = :tenant_id and u.day between :first_day and piece.last_day and {scope}
+        and not exists (select from marked where marked.day = u.day)
+) as used
+from piece
 """
-_OF_DAY = """
-select coalesce(sum({amount}), 0) from loraplex_usage_of(:tenant_id, :day) u where {scope}
-"""
-_OF_LEDGER = """
-select w.id, sum({amount}) as used
-from ledger l
-left join requests r on r.id = l.entry_id and r.id >= :first_id and r.id < :end_id
-left join adapter_versions v on r.id is null and v.id = l.adapter_version_id
-cross join lateral (
-    -- Of a request that retention has dropped the id says when it was.
-    select coalesce(r.admitted_at, to_timestamp(
-        ('x' || left(replace(l.entry_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)) as at
-) admitted
-join quota_windows w on w.id = any(cast(:window_ids as bigint[])) and admitted.at >= w.period_start
-    and (w.period_end is null or admitted.at < w.period_end)
+# As in `loraplex_usage_of`: wide enough for a midnight that comes twice, what decides is the date.
+_DAY = text(
+    """
+select t.billing_tz,
+    loraplex_midnight(:day, t.billing_tz) - interval '4 hours' as first_at,
+    loraplex_midnight(:day + 1, t.billing_tz) + interval '4 hours' as end_at
+from tenants t where t.id = :tenant_id
+""".replace(":day", "cast(:day as date)")
+)
+_WINDOWS = text("""
+select id, period_start, period_end from quota_windows
+where id = any(cast(:window_ids as bigint[])) order by period_start
+""")
+# Taken in their order from an index, so many and no more, before anything is asked of them. Ties, for a
+# request may have more lines than one, and the next piece begins behind its last.
+_LINES = """
+with lines as materialized (
+    select l.* from ledger l
+    where {whose} and l.entry_id >= :first_id and l.entry_id < :end_id
+    order by l.entry_id fetch first (cast(:most as bigint)) rows with ties
+)"""
+_PIECE = """
+select (select count(*) from lines) as num_lines,
+    (select entry_id from lines order by entry_id desc limit 1) as last_id, """
+_OF_ONE_WINDOW = (
+    _LINES
+    + _PIECE
+    + """array[cast(:window_id as bigint)] as window_ids, array[coalesce(sum({amount}), 0)] as used
+from lines l
 where l.kind = 'usage' and l.account = 'revenue' and {scope}
-    and l.entry_id >= :first_id and l.entry_id < :end_id
-    and admitted.at >= :from_at and coalesce(r.windows @> array[w.id], false) is false
-group by w.id
 """
+)
+_OF_THEIR_REQUESTS = (
+    _LINES  # noqa: S608 # ours
+    + """, of_windows as (
+    select w.id, sum({amount}) as used
+    from lines l
+    -- One by one (`offset`): joined in one go, as many would be read as there are in their time.
+    left join lateral (
+        select r.id, r.admitted_at, r.adapter_id, r.windows from requests r
+        where r.id = l.entry_id offset 0
+    ) r on true
+    left join adapter_versions v on r.id is null and v.id = l.adapter_version_id
+    cross join lateral (
+        -- Of a request that retention has dropped the id says when it was.
+        select coalesce(r.admitted_at, to_timestamp(
+            ('x' || left(replace(l.entry_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)) as at
+    ) admitted
+    join quota_windows w on w.id = any(cast(:window_ids as bigint[]))
+        and admitted.at >= w.period_start and (w.period_end is null or admitted.at < w.period_end)
+    where l.kind = 'usage' and l.account = 'revenue' and {scope} and {when}
+        and coalesce(r.windows @> array[w.id], false) is false
+    group by w.id
+)"""
+    + _PIECE
+    + """(select array_agg(id order by id) from of_windows) as window_ids,
+    (select array_agg(used order by id) from of_windows) as used
+"""
+)
+# So that an index gives the first so many in their order: whatever a planner thinks of a limit or of
+# where rows lie, it must not read all there are and sort them. JIT takes longer than a piece.
+_IN_ORDER = text("""
+select set_config('plan_cache_mode', 'force_custom_plan', true),
+    set_config('enable_sort', 'off', true), set_config('jit', 'off', true)
+""")
 _FIRST_ENTRY = text("select entry_id from ledger order by entry_id limit 1")
 
 _ROLLED_UP: Mapping[str, str] = {
@@ -193,21 +255,22 @@ async def open_windows(sessions: SessionFactory, what: Counted) -> Opening:
 async def count(session: AsyncSession, opening: Opening) -> dict[int, int]:
     """By window, what requests that do not hold it have used in its period."""
     used: Counter[int] = Counter()
+    await session.execute(_IN_ORDER)
     from_at = opening.first_at
     if opening.what.tenant_id is not None and opening.what.period != "rolling":
         # One window, of whole days of one tenant.
         days = (await session.execute(_WHOLE_DAYS, _parameters(opening))).one_or_none()
         if days is not None:
-            [window_id] = opening.window_ids
-            used[window_id] = await _count_days(session, opening, days.first_day, days.last_day)
+            await _count_days(session, opening, days.first_day, days.last_day, used)
             from_at = days.over_at
     if from_at.timestamp() <= 0:
         first_entry = await session.scalar(_FIRST_ENTRY)
         if first_entry is None:
             return dict(used)
-        first_s = (first_entry.int >> 80) / 1000
-        from_at = datetime.fromtimestamp(first_s, UTC) - _SKEW
-    await _count_ledger(session, opening, from_at, used)
+        from_at = datetime.fromtimestamp(unix_s_of(first_entry), UTC) - _SKEW
+    windows = (await session.execute(_WINDOWS, {"window_ids": opening.window_ids})).all()
+    for lines in _stretches(opening, windows, from_at):
+        await _count_ledger(session, opening, lines, used)
     return dict(used)
 
 
@@ -223,46 +286,121 @@ async def close(session: AsyncSession, opening: Opening, used: Mapping[int, int]
     await session.execute(_ADD, {"window_ids": list(used), "used": list(used.values())})
 
 
-async def _count_days(session: AsyncSession, opening: Opening, first: object, last: object) -> int:
+async def _count_days(
+    session: AsyncSession, opening: Opening, first: date, last: date, used: Counter[int]
+) -> None:
     what = opening.what
-    filled = {"amount": _ROLLED_UP[what.metric], "scope": _scope(what, "u")}
-    parameters = _parameters(opening) | {"first_day": first, "last_day": last}
-    statement = text(_OF_ROLLUPS.format(**filled))
-    row = (await session.execute(statement, _wanted(statement, parameters))).one()
-    used = int(row.used)
-    live = text(_OF_DAY.format(**filled))
-    for day in row.marked or ():
-        used += int(await session.scalar(live, _wanted(live, parameters | {"day": day})) or 0)
-    return used
+    [window_id] = opening.window_ids
+    statement = text(_OF_ROLLUPS.format(amount=_ROLLED_UP[what.metric], scope=_scope(what, "u")))
+    marked: list[date] = []
+    while first <= last:
+        parameters = _parameters(opening) | {
+            "first_day": first,
+            "last_day": last,
+            "most": ROLLUP_ROWS,
+        }
+        row = (await session.execute(statement, _wanted(statement, parameters))).one()
+        used[window_id] += int(row.used)
+        marked += row.marked or ()
+        first = row.last_day + timedelta(days=1)
+    for day in marked:
+        of_tenant = {"day": day, "tenant_id": what.tenant_id}
+        found = (await session.execute(_DAY, of_tenant)).one()
+        await _count_ledger(
+            session,
+            opening,
+            _Lines(
+                first_at=found.first_at,
+                end_at=found.end_at,
+                when="cast(admitted.at at time zone :zone as date) = :day",
+                parameters={"day": day, "zone": found.billing_tz},
+            ),
+            used,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lines:
+    """Of the ledger.
+
+    Attributes:
+        first_at, end_at: no id of theirs has a time outside of these.
+        window_id: in whose period all of them are, and which none of their requests holds; None: their
+            requests say so one by one.
+        when: another condition on `admitted.at`, in SQL with `parameters`.
+    """
+
+    first_at: datetime
+    end_at: datetime
+    window_id: int | None = None
+    when: str = "true"
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def _stretches(
+    opening: Opening, windows: Sequence[Row[Any]], from_at: datetime
+) -> Iterator[_Lines]:
+    """What was admitted from then on. Only near where a period begins or ends, and of the last minutes,
+    need requests be asked: elsewhere their ids, which are lines', say all there is to know."""
+    at, end_at = from_at - _SKEW, opening.opened_at + _SKEW
+    bounds = {from_at, *(w.period_start for w in windows), *(w.period_end for w in windows)}
+    unsure = [
+        (bound - _SKEW, bound + _SKEW) for bound in bounds if bound is not None and bound >= from_at
+    ]
+    if opening.what.scope_kind == "adapter":  # which no line names
+        unsure.append((at, end_at))
+    for unsure_at, sure_at in sorted([*unsure, (opening.held_since, end_at)]):
+        begin, end = min(max(unsure_at, at), end_at), min(sure_at, end_at)
+        for window in windows:
+            is_within = window.period_start <= at and (
+                window.period_end is None or window.period_end >= begin
+            )
+            if at < begin and is_within:
+                yield _Lines(first_at=at, end_at=begin, window_id=window.id)
+        if begin < end:
+            yield _Lines(
+                first_at=begin,
+                end_at=end,
+                when="admitted.at >= :from_at",
+                parameters={"from_at": from_at},
+            )
+            at = end
 
 
 async def _count_ledger(
-    session: AsyncSession, opening: Opening, from_at: datetime, used: Counter[int]
+    session: AsyncSession, opening: Opening, lines: _Lines, used: Counter[int]
 ) -> None:
-    """Add what was admitted from `from_at` on."""
     what = opening.what
-    scope = _scope(what, "l")
-    if what.tenant_id is not None:
-        scope += " and l.tenant_id = :tenant_id"
-    statement = text(_OF_LEDGER.format(amount=_BOOKED[what.metric], scope=scope))
-    at, end = from_at - _SKEW, opening.opened_at + _SKEW
-    piece = _FIRST_PIECE
-    while at < end:
-        until = min(at + piece, end)
-        parameters = _parameters(opening) | {
-            "from_at": from_at,
-            "first_id": uuid7_floor(max(0, int(at.timestamp() * 1000))),
-            "end_id": uuid7_floor(max(0, int(until.timestamp() * 1000))),
-        }
+    statement = text(
+        (_OF_THEIR_REQUESTS if lines.window_id is None else _OF_ONE_WINDOW).format(
+            amount=_BOOKED[what.metric],
+            scope=_scope(what, "l"),
+            whose="true" if what.tenant_id is None else "l.tenant_id = :tenant_id",
+            when=lines.when,
+        )
+    )
+    most = FIRST_LINES
+    parameters = _parameters(opening) | {"window_id": lines.window_id} | lines.parameters
+    parameters |= {"first_id": _id_at(lines.first_at), "end_id": _id_at(lines.end_at)}
+    while True:
         began_s = time.monotonic()
-        for row in await session.execute(statement, _wanted(statement, parameters)):
-            used[row.id] += int(row.used)
+        row = (
+            await session.execute(statement, _wanted(statement, parameters | {"most": most}))
+        ).one()
         took_s = time.monotonic() - began_s
-        at = until
+        for window_id, amount in zip(row.window_ids or (), row.used or (), strict=True):
+            used[window_id] += int(amount)
+        if row.num_lines < most:
+            return
+        parameters["first_id"] = UUID(int=row.last_id.int + 1)
         if took_s < _PIECE_S / 2:
-            piece = min(2 * piece, _LONGEST_PIECE)
+            most = min(2 * most, MOST_LINES)
         elif took_s > 2 * _PIECE_S:
-            piece = max(piece / 2, _FIRST_PIECE)
+            most = max(most // 4, 1)
+
+
+def _id_at(at: datetime) -> UUID:
+    return uuid7_floor(max(0, int(at.timestamp() * 1000)))
 
 
 def _scope(what: Counted, row: str) -> str:

@@ -1,7 +1,7 @@
 """The worker's part: looks at every rollout that is under way, and does what its look says.
 
-A look at a step is good for twenty times as long as it took, so that looking costs a twentieth of one core at
-most. Any number of workers may run: a look is claimed (SKIP LOCKED) and what it decides is written only if
+A look at a step is good for twenty times as long as it took, so that looking costs a twentieth of one core, but
+for half a minute at most. Any number of workers may run: a look is claimed (SKIP LOCKED) and what it decides is written only if
 nobody has changed the rollout meanwhile. A worker that dies between two statements leaves the rollout as it
 was, and the next look, of whomever, decides anew.
 
@@ -57,6 +57,8 @@ log = structlog.get_logger(__name__)
 
 LEAST_INTERVAL_S: Final = 2.0
 COST_SHARE: Final = 0.05
+# A busy machine makes a look long that costs little; a canary that fails must not wait for it to be idle.
+MOST_INTERVAL_S: Final = 30.0
 MAX_LOOKS_A_ROUND: Final = 1_000
 PATIENCE_S: Final = 10.0
 _SHOWN_CASES: Final = 20
@@ -213,7 +215,8 @@ class RolloutDriver:
         before = held.verdict or {}
         verdict: Json = {**before, **_shown(held, seen)}
         verdict["looks"] = before.get("looks", 0) + 1
-        verdict["interval_s"] = max(self.least_interval_s, seen.took_s / self.cost_share)
+        wanted_s = min(seen.took_s / self.cost_share, MOST_INTERVAL_S)
+        verdict["interval_s"] = max(self.least_interval_s, wanted_s)
         if decision is not None and decision.verdict == "fail":
             held.verdict = verdict
             detail = {"step": held.step, "gates": _decisive(decision)}

@@ -18,13 +18,14 @@ from tests.support.metering import PEPPER
 from tests.support.postgres import serving_url
 
 _RUN = """
-import sys
+import gc, sys
 from pathlib import Path
 from loraplex_platform.gateway.main import run
 from loraplex_platform.settings import GatewaySettings
 code = run(GatewaySettings(), port_file=Path(sys.argv[1]))
 heavy = sorted({"torch", "transformers", "peft", "numpy.testing"} & set(sys.modules))
 print("modules", heavy, flush=True)
+print("heap", gc.get_freeze_count(), len(gc.get_objects()), flush=True)
 sys.exit(code)
 """
 

@@ -97,7 +97,7 @@ def test_only_who_started_postgres_may_connect(short_tmp_path: Path) -> None:
         if owner is None:
             return  # as ourselves: there is no second user to try it with
         told = subprocess.run(
-            [embedded._postgres_binaries() / "psql", server.url, "-c", "select 1"],
+            [embedded.postgres_binaries() / "psql", server.url, "-c", "select 1"],
             capture_output=True,
             text=True,
             check=False,
