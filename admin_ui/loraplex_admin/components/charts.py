@@ -66,22 +66,33 @@ def bars(
     empty: str,
     key: str,
     form: str = "~s",
+    least_end: float = 1.0,
 ) -> None:
-    """A bar for each name, in the order given."""
+    """A bar for each name, in the order given.
+
+    Args:
+        least_end: where the axis ends at least: bars that are all nought need an axis too.
+    """
     st.markdown(f"**{title}** ({unit})")
     if not rows:
         st.info(empty)
         return
     frame = pd.DataFrame(list(rows), columns=["name", "value"])
+    end = max(least_end, float(frame["value"].max()))
     chart = (
         alt.Chart(frame)
         .mark_bar()
         .encode(
-            x=alt.X("value:Q", title=unit, axis=alt.Axis(format=form, tickCount=5)),
-            y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=240)),
+            x=alt.X(
+                "value:Q",
+                title=None,
+                scale=alt.Scale(domain=[0, end]),
+                axis=alt.Axis(format=form, tickCount=4),
+            ),
+            y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=160)),
             tooltip=[alt.Tooltip("name:N", title="of"), alt.Tooltip("value:Q", title=unit)],
         )
-        .properties(height=max(60, 26 * len(frame)))
+        .properties(height=40 + 28 * len(frame))
     )
     st.altair_chart(chart, key=key)
 

@@ -83,7 +83,7 @@ def _replica(replica: dict[str, Any]) -> None:
         st.caption(
             f"{fmt.code(replica['base_model'])} · {fmt.literal(replica['dtype'])} on "
             f"{fmt.literal(replica['device'])} ({fmt.literal(replica['isa'])}) · build "
-            f"{fmt.code(replica['model_fingerprint'][:12])} · up since "
+            f"{fmt.code(fmt.digest(replica['model_fingerprint']))} · up since "
             f"{fmt.time(int(replica['started_at_unix_s']))}"
         )
         if not replica["row_rule_holds"]:
@@ -95,8 +95,8 @@ def _replica(replica: dict[str, Any]) -> None:
             ("Running", fmt.count(stats["num_running"])),
             ("Waiting", fmt.count(stats["num_waiting"])),
             (
-                "KV blocks free",
-                f"{fmt.count(stats['kv_blocks_free'])} of {fmt.count(stats['kv_blocks_total'])}",
+                f"KV blocks free of {fmt.count(stats['kv_blocks_total'])}",
+                fmt.count(stats["kv_blocks_free"]),
             ),
             ("Set back, KV full", fmt.count(stats["num_preemptions_total"])),
             ("Memory (RSS)", fmt.size(stats["rss_bytes"])),

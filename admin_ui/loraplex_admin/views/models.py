@@ -48,7 +48,7 @@ def render(api: Api, _access: Access) -> None:
         fetch=fetch,
         columns=Columns(
             lambda one: {
-                "fingerprint": one["fingerprint"][:16],
+                "fingerprint": fmt.digest(one["fingerprint"]),
                 "base": fmt.cell(one["base_model"]),
                 "runs now": "yes" if one["is_running"] else "no",
                 "replicas": "–"
