@@ -219,6 +219,7 @@ async def _platform(
                 "redis_url": redis_url,
                 "journal_interval_s": 0.2,
                 "model_dir": folder / "model",  # evals are run by who has its tokenizer
+                "base_model": BASE,
             }
         )
         await stack.enter_async_context(open_worker(worker))
