@@ -95,7 +95,7 @@ def _replica(replica: dict[str, Any]) -> None:
             ("Running", fmt.count(stats["num_running"])),
             ("Waiting", fmt.count(stats["num_waiting"])),
             (
-                f"KV blocks free of {fmt.count(stats['kv_blocks_total'])}",
+                "KV blocks free",
                 fmt.count(stats["kv_blocks_free"]),
             ),
             ("Set back, KV full", fmt.count(stats["num_preemptions_total"])),
