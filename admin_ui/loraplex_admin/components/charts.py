@@ -10,6 +10,8 @@ import pandas as pd
 import streamlit as st
 
 _HEIGHT = 220
+# Legend and axis are within it.
+_SPLIT_HEIGHT = 120
 
 
 def lines(
@@ -119,6 +121,6 @@ def split(parts: Sequence[tuple[str, float]], *, title: str, key: str) -> None:
             tooltip=[alt.Tooltip("side:N", title="side"), alt.Tooltip("text:N", title="share")],
         )
         .transform_calculate(rank=f"indexof({order!r}, datum.side)")
-        .properties(height=44)
+        .properties(height=_SPLIT_HEIGHT)
     )
     st.altair_chart(chart, key=key)
