@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, Generic, Literal, Self, TypedDict, TypeVar, cast
-from urllib.parse import quote
 
 import httpx
+
+from loraplex_admin.resources import PAGE_SIZE, Collection, Row, segment
 
 TIMEOUT_S = 30.0
 # An upload is validated and probed before it is answered.
 UPLOAD_TIMEOUT_S = 300.0
 # The gateway writes at least a comment every ten seconds, once it has begun to answer.
 STREAM_TIMEOUT_S = 60.0
-PAGE_SIZE = 50
 # Of the usage report; a chart of more says nothing, and the CSV is always whole.
 _MAX_USAGE_PAGES = 20
 SESSION_COOKIE = "loraplex_session"
@@ -36,6 +36,11 @@ class ApiError(Exception):
         self.status = status
         self.code = code
         self.param = param
+
+    @property
+    def is_stale(self) -> bool:
+        """Somebody else has changed it since it was read."""
+        return self.code == "version_conflict"
 
 
 class ApiUnreachableError(Exception):
@@ -56,7 +61,24 @@ class User(TypedDict):
 
     id: str
     email: str
-    role: Literal["admin", "viewer"]
+    role: Literal["admin", "viewer"] | None
+
+
+class Membership(TypedDict):
+    """What somebody is in a tenant, and what that allows."""
+
+    tenant_id: str
+    role: str
+    actions: list[str]
+
+
+class Session(TypedDict):
+    """A login, and what it allows."""
+
+    user: User
+    memberships: list[Membership]
+    actions: list[str]
+    expires_at: int
 
 
 class Overview(TypedDict):
@@ -82,22 +104,10 @@ class Tenant(TypedDict):
     slug: str
     name: str
     status: str
+    billing_tz: str
+    replays_answers: bool
+    version: int
     created_at: int
-
-
-class ApiKey(TypedDict):
-    """A data-plane key; `secret` only in the answer that made it."""
-
-    id: str
-    tenant_id: str
-    name: str
-    redacted: str
-    status: Literal["active", "revoked", "expired"]
-    created_at: int
-    expires_at: int | None
-    revoked_at: int | None
-    last_used_at: int | None
-    secret: str
 
 
 class Check(TypedDict):
@@ -346,15 +356,14 @@ class Api:
 
     # ------------------------------------------------------------------------------- session
 
-    def current_user(self) -> User | None:
+    def session(self) -> Session | None:
         """Who is logged in; None when the session is unknown, expired or ended."""
         try:
-            session = self._get("/sessions/current")
+            return cast(Session, self.read("/sessions/current"))
         except ApiError as error:
             if error.status == httpx.codes.UNAUTHORIZED:
                 return None
             raise
-        return cast(User, session["user"])
 
     def log_out(self) -> None:
         """End this session everywhere it is open."""
@@ -370,42 +379,55 @@ class Api:
         """Replicas with their statistics, and gateways."""
         return self._get("/fleet")
 
-    def invariants(self) -> Invariants:
-        """Run the checks of the books and return them."""
-        return cast(Invariants, self._get("/invariants"))
+    def invariants(self, *, run: Literal["now", "last"] = "now") -> Invariants:
+        """Run the checks of the books, which takes its time where they are long, or what the last run found.
+
+        Raises:
+            ApiError: 404: `last`, and none was kept yet.
+        """
+        return cast(Invariants, self.read("/invariants", run=run))
 
     # ---------------------------------------------------------------------- tenants and keys
 
-    def tenants(self, *, after: str | None = None, limit: int = PAGE_SIZE) -> Page[Tenant]:
+    def tenants(
+        self, *, after: str | None = None, search: str | None = None, limit: int = PAGE_SIZE
+    ) -> Page[Tenant]:
         """One page of tenants."""
-        return cast(Page[Tenant], self._page("/tenants", after, limit))
+        return cast(Page[Tenant], self.page("/tenants", after=after, search=search, limit=limit))
 
     def tenant(self, tenant_id: str) -> Tenant:
         """One tenant by id."""
-        return cast(Tenant, self._get(f"/tenants/{_segment(tenant_id)}"))
+        return cast(Tenant, self.read(f"/tenants/{segment(tenant_id)}"))
 
-    def create_tenant(self, slug: str, name: str) -> Tenant:
+    def create_tenant(self, body: Row, *, once: str | None = None) -> Tenant:
         """A new tenant."""
-        body = {"slug": slug} | ({"name": name} if name else {})
-        return cast(Tenant, self._post("/tenants", body))
+        return cast(Tenant, self.send("POST", "/tenants", body, once=once))
 
-    def keys(self, tenant_id: str, *, after: str | None = None) -> Page[ApiKey]:
-        """One page of a tenant's keys."""
-        return cast(Page[ApiKey], self._page(f"/tenants/{tenant_id}/keys", after, PAGE_SIZE))
+    @property
+    def all_tenants(self) -> Collection:
+        """What can be done to tenants themselves."""
+        return Collection(self, "/tenants")
 
-    def create_key(self, tenant_id: str, name: str) -> ApiKey:
-        """A new key; its `secret` is in this answer and never again."""
-        return cast(ApiKey, self._post(f"/tenants/{tenant_id}/keys", {"name": name}))
+    def of_tenant(self, tenant_id: str, name: str) -> Collection:
+        """A list that belongs to a tenant: `keys`, `members`, `invitations`, `webhooks` and so on."""
+        return Collection(self, f"/tenants/{segment(tenant_id)}/{name}")
 
-    def revoke_key(self, tenant_id: str, key_id: str) -> None:
-        """End a key; its next request is refused."""
-        self._call("DELETE", f"/tenants/{tenant_id}/keys/{key_id}")
+    def of_platform(self, name: str) -> Collection:
+        """A list of the operator, or of all whom the caller may see: `limits`, `price-books`, `users`."""
+        return Collection(self, f"/{name}")
+
+    def owned(self, tenant: Tenant | None, name: str) -> Collection:
+        """A list of the tenant; None: the platform's own of the same kind."""
+        return self.of_platform(name) if tenant is None else self.of_tenant(tenant["id"], name)
 
     # ------------------------------------------------------------- adapters and deployments
 
-    def adapters(self, tenant_id: str, *, after: str | None = None) -> Page[Adapter]:
+    def adapters(
+        self, tenant_id: str, *, after: str | None = None, search: str | None = None
+    ) -> Page[Adapter]:
         """One page of a tenant's adapters with their versions."""
-        return cast(Page[Adapter], self._page(f"/tenants/{tenant_id}/adapters", after, PAGE_SIZE))
+        path = f"/tenants/{tenant_id}/adapters"
+        return cast(Page[Adapter], self.page(path, after=after, search=search))
 
     def upload_adapter(
         self, tenant_id: str, name: str, config: BinaryIO, tensors: BinaryIO
@@ -430,29 +452,36 @@ class Api:
     def deployments(self, tenant_id: str, *, after: str | None = None) -> Page[Deployment]:
         """One page of a tenant's deployments."""
         path = f"/tenants/{tenant_id}/deployments"
-        return cast(Page[Deployment], self._page(path, after, PAGE_SIZE))
+        return cast(Page[Deployment], self.page(path, after=after))
 
     def deploy(self, tenant_id: str, name: str, version_id: str | None) -> Deployment:
-        """Let `name` answer with a version from now on; None: with the base. What else it is set to (system
-        prompt, sampling, engine build, price book) stays.
+        """Let `name` answer with a version from now on; None: with the base. What else it is set to stays."""
+        tenant = self.tenant(tenant_id)
+        return cast(Deployment, self.deploy_content(tenant, name, {"version_id": version_id}))
+
+    def deploy_content(self, tenant: Tenant | None, name: str, content: Row) -> Row:
+        """Let `name` answer with this; what is not named (engine build, system prompt, sampling) stays.
+
+        Args:
+            tenant: whose it is; None: the platform's own.
         """
-        path = f"/tenants/{tenant_id}/deployments/{_segment(name)}"
-        body: dict[str, Any] = {"version_id": version_id}
-        headers = {}
+        deployments = self.owned(tenant, "deployments")
         try:
-            found = self._call("GET", path)
+            found = deployments.get(name)
         except ApiError as error:
-            if error.status != 404:
+            if error.status != httpx.codes.NOT_FOUND:
                 raise
-        else:
-            revision = _json(found)["revision"]
-            body |= {field: revision[field] for field in ("engine_build_id", "params")}
-            headers["if-match"] = found.headers["etag"]
-        return cast(Deployment, _json(self._call("PUT", path, json=body, headers=headers)))
+            return deployments.put(name, content)
+        now = found["revision"]
+        params = now["params"] | content.get("params", {})
+        if "sampling" in now["params"] and "sampling" in params:
+            params["sampling"] = now["params"]["sampling"] | params["sampling"]
+        kept = {"engine_build_id": now["engine_build_id"]} | content | {"params": params}
+        return deployments.put(name, kept, version=found["version"])
 
     def delete_deployment(self, tenant_id: str, name: str) -> None:
         """Take a name out of service; its history stays."""
-        self._call("DELETE", f"/tenants/{tenant_id}/deployments/{_segment(name)}")
+        self._call("DELETE", f"/tenants/{tenant_id}/deployments/{segment(name)}")
 
     # --------------------------------------------------------------------- usage and requests
 
@@ -489,12 +518,21 @@ class Api:
         }
         return query | ({"tenant_id": tenant_id} if tenant_id else {})
 
-    def requests(self, *, tenant_id: str | None, after: str | None = None) -> Page[RequestRow]:
-        """One page of the request log, newest first; metadata only."""
-        query: dict[str, Any] = {"limit": PAGE_SIZE}
-        query |= {"tenant_id": tenant_id} if tenant_id else {}
-        query |= {"after": after} if after else {}
-        return cast(Page[RequestRow], self._get("/requests", query))
+    def requests(
+        self, *, tenant_id: str | None, after: str | None = None, **only: str | None
+    ) -> Page[RequestRow]:
+        """One page of the request log, newest first; metadata only. `only`: `revision_id` and the like."""
+        found = self.page("/requests", after=after, limit=PAGE_SIZE, tenant_id=tenant_id, **only)
+        return cast(Page[RequestRow], found)
+
+    def explain(self, request_id: str) -> Row:
+        """What became of a request, and which limits had a part in it."""
+        return self.read(f"/explain/{segment(request_id)}")
+
+    def effective_limits(self, key_id: str, deployment_id: str | None) -> list[Row]:
+        """All limits that bind a key now, with what is left of each."""
+        found = self.read("/limits/effective", key_id=key_id, deployment_id=deployment_id)
+        return cast(list[Row], found["data"])
 
     # -------------------------------------------------------------------------- playground
 
@@ -518,14 +556,51 @@ class Api:
 
     # ------------------------------------------------------------------------------ plumbing
 
-    def _page(self, path: str, after: str | None, limit: int) -> dict[str, Any]:
-        return self._get(path, {"limit": limit} | ({"after": after} if after else {}))
+    def read(self, path: str, **query: str | None) -> Row:
+        """GET what is there, with the `version` that its ETag names; of `query` what is None is not asked."""
+        asked = {name: value for name, value in query.items() if value is not None}
+        answer = self._call("GET", path, params=asked)
+        found = _json(answer)
+        tag = answer.headers.get("etag", "").strip('"')
+        return {"version": int(tag)} | found if tag.isdecimal() else found
 
-    def _get(self, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
+    def page(
+        self, path: str, *, after: str | None = None, limit: int = PAGE_SIZE, **query: str | None
+    ) -> Page[Row]:
+        """GET one page of a list."""
+        answer = self.read(path, after=after, limit=str(limit), **query)
+        return cast(Page[Row], {"first_id": None, "last_id": None, "has_more": False} | answer)
+
+    def send(
+        self,
+        method: Literal["POST", "PUT", "PATCH", "DELETE"],
+        path: str,
+        body: Row | None = None,
+        *,
+        version: int | None = None,
+        once: str | None = None,
+        query: Mapping[str, str | None] | None = None,
+    ) -> Row:
+        """Change something; the answer, empty where there is none.
+
+        Args:
+            version: which is meant, as If-Match; another one there is a 409 (`ApiError.is_stale`).
+            once: an Idempotency-Key: the same call again gets the same answer and changes nothing.
+        """
+        headers = {} if version is None else {"if-match": f'"{version}"'}
+        if once is not None:
+            headers["idempotency-key"] = once
+        asked = {name: value for name, value in (query or {}).items() if value is not None}
+        answer = self._call(method, path, json=body, headers=headers, params=asked)
+        return {} if answer.status_code == httpx.codes.NO_CONTENT else _json(answer)
+
+    def download(self, path: str, **query: str | None) -> bytes:
+        """GET a file."""
+        asked = {name: value for name, value in query.items() if value is not None}
+        return self._call("GET", path, params=asked).content
+
+    def _get(self, path: str, query: dict[str, Any] | None = None) -> Row:
         return _json(self._call("GET", path, params=query))
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return _json(self._call("POST", path, json=body))
 
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own options
         try:
@@ -537,16 +612,9 @@ class Api:
         return answer
 
 
-def _segment(text: str) -> str:
-    """Typed text as one segment of a path, whatever is in it."""
-    quoted = quote(text, safe="")
-    # Dots alone would be taken for a step up.
-    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
-
-
-def _json(answer: httpx.Response) -> dict[str, Any]:
+def _json(answer: httpx.Response) -> Row:
     try:
-        return cast(dict[str, Any], answer.json())
+        return cast(Row, answer.json())
     except ValueError as error:
         raise ApiError(
             "What answers is not the control API; check LORAPLEX_CONTROL_URL.",

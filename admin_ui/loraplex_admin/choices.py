@@ -2,63 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import streamlit as st
 
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiError, Page, Tenant
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api, ApiError, Tenant
+from loraplex_admin.components import address
 
 # Enough for a select box with search; beyond it the reader pastes an id.
 MAX_CHOICES = 100
 
-ItemT = TypeVar("ItemT")
 
+def tenant(
+    api: Api, access: Access, *, key: str, action: str, allow_all: bool = False
+) -> Tenant | None:
+    """Let the reader choose a tenant; the choice is in the address, and follows them from page to page.
 
-def tenant(api: Api, *, key: str, allow_all: bool = False) -> Tenant | None:
-    """Let the reader choose a tenant; the choice follows them from page to page.
+    Args:
+        action: what the page does there: tenants in which it is not allowed are not offered.
+        allow_all: "All tenants" may be chosen, for who is allowed it in more than one.
 
-    None: there is no tenant yet, or the pasted id is of none (said on the page), or `allow_all` and
-    all were chosen.
+    None: there is no tenant yet, or what was typed is of none (said on the page), or `allow_all` and all were chosen.
     """
     page = api.tenants(limit=MAX_CHOICES)
-    tenants = {tenant["id"]: tenant for tenant in page["data"]}
-    last = str(st.session_state.get("last_tenant_id", ""))
-    if last and last not in tenants:
-        tenants |= {found["id"]: found for found in [_find(api, last)] if found}
+    tenants = {one["id"]: one for one in page["data"] if access.may(action, one["id"])}
+    wanted = address.get("tenant") or str(st.session_state.get("last_tenant_id", ""))
+    if wanted and wanted not in tenants:
+        found = _find(api, wanted)
+        wanted = found["id"] if found else ""
+        tenants |= {found["id"]: found} if found and access.may(action, found["id"]) else {}
     if not tenants and not allow_all:
-        st.info("There is no tenant yet. An admin creates one under *Tenants and keys*.")
+        st.info(
+            "There is no tenant yet. Create one under *Tenants*."
+            if access.may("tenant.create")
+            else "You are in no tenant where you may see this. Ask an owner to invite you.",
+            icon=":material/lightbulb:",
+        )
         return None
     ids = ["", *tenants] if allow_all else list(tenants)
     chosen = st.selectbox(
         "Tenant",
         ids,
-        index=ids.index(last) if last in ids else 0,
+        index=ids.index(wanted) if wanted in ids else 0,
         format_func=lambda id_: tenants[id_]["slug"] if id_ in tenants else id_ or "All tenants",
         accept_new_options=page["has_more"],
-        help=f"The newest {MAX_CHOICES} are listed; paste the id of another."
+        help=f"The newest {MAX_CHOICES} are listed; write the name or the id of another."
         if page["has_more"]
         else None,
         key=key,
     )
-    if not chosen:
-        st.session_state["last_tenant_id"] = ""
-        return None
-    found = tenants.get(chosen) or _find(api, chosen.strip())
-    if found is None:
-        st.error(f"No tenant has the id {fmt.code(chosen)}.", icon=":material/error:")
-        return None
-    st.session_state["last_tenant_id"] = found["id"]
+    found = None
+    if chosen:
+        found = tenants.get(chosen) or _find(api, chosen.strip())
+        if found is None:
+            st.error(f"No tenant is called {fmt.code(chosen)}.", icon=":material/error:")
+    st.session_state["last_tenant_id"] = found["id"] if found else ""
+    address.put(tenant=found["slug"] if found else None)
     return found
 
 
-def _find(api: Api, tenant_id: str) -> Tenant | None:
-    try:
-        return api.tenant(tenant_id)
-    except ApiError as error:
-        if error.status == 404:
-            return None
-        raise
+def _find(api: Api, name: str) -> Tenant | None:
+    """By slug, or by id."""
+    if name.startswith("ten_"):
+        try:
+            return api.tenant(name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+    return next(
+        (one for one in api.tenants(search=name, limit=MAX_CHOICES)["data"] if one["slug"] == name),
+        None,
+    )
 
 
 def fresh(name: str) -> str:
@@ -90,30 +104,13 @@ def show_notice() -> None:
 def show_refusal(error: ApiError) -> None:
     """The API's own words; they name the field and the remedy."""
     where = f" ({fmt.code(error.param)})" if error.param else ""
+    if error.status == 401:
+        st.error("Your session is over. Nothing was changed.", icon=":material/lock_clock:")
+        st.link_button("Log in again", "/login", type="primary")
+        return
     st.error(f"{fmt.literal(str(error))}{where}", icon=":material/error:")
 
 
 def show_unreachable() -> None:
     """One line instead of a page."""
     st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
-
-
-def pager(key: str, page: Page[ItemT]) -> None:
-    """Buttons for a keyset-paged list whose cursors are kept under `key` in the session."""
-    cursors: list[str] = st.session_state.setdefault(key, [])
-    if not cursors and not page["has_more"]:
-        return
-    with st.container(horizontal=True):
-        if st.button("Previous", key=f"{key}_previous", disabled=not cursors):
-            cursors.pop()
-            st.rerun()
-        last_id = page["last_id"]
-        if st.button("Next", key=f"{key}_next", disabled=not page["has_more"]) and last_id:
-            cursors.append(last_id)
-            st.rerun()
-
-
-def cursor(key: str) -> str | None:
-    """Where the page that `pager(key)` shows begins."""
-    cursors: list[str] = st.session_state.get(key, [])
-    return cursors[-1] if cursors else None

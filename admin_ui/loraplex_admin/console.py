@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import streamlit as st
-from streamlit.navigation.page import Page
+from streamlit.navigation.page import Page as StreamlitPage
 
-from loraplex_admin import choices, connections
+from loraplex_admin import catalog, choices, connections
 from loraplex_admin import format as fmt
-from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableError, User
-from loraplex_admin.pages import (
-    adapters,
-    invariants,
-    overview,
-    playground,
-    request_log,
-    tenants,
-    usage,
-)
+from loraplex_admin.access import Access
+from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableError
 
 # A file of our own: Streamlit fetches icons and emoji of its own from elsewhere.
 _ICON = Path(__file__).with_name("icon.png")
+_RETRY_S: Final = 3.0
 
-Render = Callable[[Api, User], None]
 
+def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = False) -> StreamlitPage:
+    """A page at its path; as the start, at `/` and not in the sidebar.
 
-def _page(render: Render, api: Api, user: User, *, title: str, icon: str, path: str) -> Page:
+    The start has no path of its own, so it is another one than the page: an address that somebody sends means the same
+    to every role, whichever page each of them starts with.
+    """
+
     def run() -> None:
         try:
-            render(api, user)
+            page.render(api, access)
         except ApiUnreachableError:
             choices.show_unreachable()
         except ApiError as error:
             choices.show_refusal(error)
 
-    return st.Page(run, title=title, icon=f":material/{icon}:", url_path=path, default=not path)
+    return st.Page(
+        run,
+        title=page.title,
+        icon=f":material/{page.icon}:",
+        url_path="start" if is_start else page.path,
+        default=is_start,
+        visibility="hidden" if is_start else "visible",
+    )
 
 
 def _ask_to_log_in() -> None:
@@ -48,6 +52,22 @@ def _ask_to_log_in() -> None:
         st.link_button("Log in", "/login", type="primary")
 
 
+def _wait_for_the_api(api: Api) -> None:
+    """One line, and the page by itself as soon as the control API answers again."""
+    choices.show_unreachable()
+    st.button("Try again", key="retry")
+
+    @st.fragment(run_every=_RETRY_S)
+    def look() -> None:
+        try:
+            api.session()
+        except (ApiUnreachableError, ApiError):
+            return
+        st.rerun()
+
+    look()
+
+
 def main() -> None:
     """Draw the page that the address names."""
     st.set_page_config(page_title="Loraplex", page_icon=str(_ICON), layout="wide")
@@ -55,60 +75,25 @@ def main() -> None:
     token = st.context.cookies.get(SESSION_COOKIE, "")
     api = Api(control_url, token, transport=connections.shared())
     try:
-        user = api.current_user()
+        session = api.session()
     except ApiUnreachableError:
-        choices.show_unreachable()
-        st.button("Try again", key="retry")
+        _wait_for_the_api(api)
         return
     except ApiError as error:
         choices.show_refusal(error)
         return
-    if user is None:
+    if session is None:
         _ask_to_log_in()
         return
-    navigation = st.navigation(
-        {
-            "Fleet": [
-                _page(overview.render, api, user, title="Overview", icon="monitoring", path=""),
-                _page(
-                    invariants.render,
-                    api,
-                    user,
-                    title="Invariants",
-                    icon="balance",
-                    path="invariants",
-                ),
-            ],
-            "Tenants": [
-                _page(
-                    tenants.render, api, user, title="Tenants and keys", icon="key", path="tenants"
-                ),
-                _page(adapters.render, api, user, title="Adapters", icon="layers", path="adapters"),
-                _page(
-                    playground.render,
-                    api,
-                    user,
-                    title="Playground",
-                    icon="forum",
-                    path="playground",
-                ),
-            ],
-            "Money": [
-                _page(usage.render, api, user, title="Usage", icon="bar_chart", path="usage"),
-                _page(
-                    request_log.render,
-                    api,
-                    user,
-                    title="Requests",
-                    icon="list_alt",
-                    path="requests",
-                ),
-            ],
-        }
-    )
+    access = Access.of(session)
+    pages = catalog.pages_for(access)
+    sections = {pages[0].section: [_page(pages[0], api, access, is_start=True)]}
+    for page in pages:
+        sections.setdefault(page.section, []).append(_page(page, api, access))
+    navigation = st.navigation(sections, expanded=True)
     st.logo(str(_ICON), size="large")
     with st.sidebar:
-        st.caption(f"{fmt.literal(user['email'])} · {user['role']}")
+        st.caption(f"{fmt.literal(access.user['email'])} · {access.role}")
         if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):
             api.log_out()
             st.rerun()

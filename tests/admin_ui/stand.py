@@ -33,6 +33,7 @@ from loraplex_platform.worker.app import open_worker
 
 from tests.platform.control.stand import (
     ADMIN_KEY,
+    BASE,
     AdapterFiles,
     adapter,
     announce,
@@ -56,6 +57,7 @@ class Stand:
     """What a test of the console touches."""
 
     control_url: str
+    gateway_url: str
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     http: httpx.Client  # with the admin key
@@ -90,6 +92,22 @@ class Stand:
     def api(self, role: str = "admin") -> Api:
         """The console's client, logged in."""
         api = Api(self.control_url, self.session(role))
+        self.apis.append(api)
+        return api
+
+    def member(self, tenant_id: str, role: str) -> Api:
+        """The console's client of somebody who is only this in that tenant."""
+        email = f"{role}-{tenant_id[-12:]}@example.org"
+        invited = self.post(
+            f"/tenants/{tenant_id}/invitations", json={"email": email, "role": role}
+        )
+        with httpx.Client(base_url=self.control_url) as client:
+            body = {"token": invited["token"], "password": PASSWORD}
+            joined = client.post("/admin/v1/invitations/accept", json=body)
+            assert joined.is_success, joined.text
+            login = client.post("/admin/v1/sessions", json={"email": email, "password": PASSWORD})
+            assert login.status_code == 201, login.text
+            api = Api(self.control_url, client.cookies[SESSION_COOKIE])
         self.apis.append(api)
         return api
 
@@ -129,9 +147,21 @@ class Stand:
         assert answer.is_success, answer.text
         return dict(answer.json())
 
+    def ask(self, secret: str, model: str = BASE) -> httpx.Response:
+        """A request of a tenant's own, at the gateway."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        headers = {"authorization": f"Bearer {secret}"}
+        url = f"{self.gateway_url}/v1/chat/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=30)
+
     def run(self, coroutine: Any) -> Any:
         """A coroutine, on the stand's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+
+def cookie_of(api: Api) -> str:
+    """The session that a client of the stand is logged in with."""
+    return str(api._http.cookies[SESSION_COOKIE])
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +190,7 @@ async def _serving(app: Any) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def _platform(
     db_url: str, redis_url: str, folder: Path, console_url: str
-) -> AsyncIterator[tuple[str, FakeEngine]]:
+) -> AsyncIterator[tuple[str, str, FakeEngine]]:
     async with AsyncExitStack() as stack:
         engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
         await stack.enter_async_context(engine)
@@ -169,22 +199,32 @@ async def _platform(
         gateway = await stack.enter_async_context(
             open_gateway(gateway_stand.settings_for(db_url, redis_url, folder / "gateway"))
         )
+        gateway_url = await stack.enter_async_context(gateway_stand.serving(gateway))
         settings = settings_for(
             db_url,
             redis_url,
             folder,
             model_dir=write_model(folder / "model"),
-            gateway_url=await stack.enter_async_context(gateway_stand.serving(gateway)),
+            gateway_url=gateway_url,
             console_url=console_url,
+            webhook_key="webhook-key-for-tests-0123456789abcdef",
+            issuer_name="Loraplex Inc.",
+            issuer_address="1 Server St|Springfield",
         )
         app = create_app(settings, passwords=cheap_passwords())
         await stack.enter_async_context(app.router.lifespan_context(app))
         worker = WorkerSettings.model_validate(
-            {"database_url": serving_url(db_url), "redis_url": redis_url, "journal_interval_s": 0.2}
+            {
+                "database_url": serving_url(db_url),
+                "redis_url": redis_url,
+                "journal_interval_s": 0.2,
+                "model_dir": folder / "model",  # evals are run by who has its tokenizer
+                "base_model": BASE,
+            }
         )
         await stack.enter_async_context(open_worker(worker))
         await until(lambda: gateway.router.num_ready > 0)
-        yield await stack.enter_async_context(_serving(app)), engine
+        yield await stack.enter_async_context(_serving(app)), gateway_url, engine
 
 
 @contextmanager
@@ -204,8 +244,8 @@ def stand(
     async def live() -> None:
         box["stop"] = asyncio.Event()
         box["loop"] = asyncio.get_running_loop()
-        async with _platform(db_url, redis_url, folder, console_url) as (url, engine):
-            box["url"], box["engine"] = url, engine
+        async with _platform(db_url, redis_url, folder, console_url) as found:
+            box["url"], box["gateway_url"], box["engine"] = found
             ready.set()
             await box["stop"].wait()
 
@@ -226,7 +266,7 @@ def stand(
             raise box["error"]
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         with httpx.Client(base_url=box["url"], headers=headers, timeout=30) as client:
-            made = Stand(box["url"], box["engine"], box["loop"], client)
+            made = Stand(box["url"], box["gateway_url"], box["engine"], box["loop"], client)
             made.engine.script_for = made.script_for
             yield made
             for api in made.apis:

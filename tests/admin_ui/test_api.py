@@ -35,10 +35,11 @@ def test_everything_a_page_needs_against_the_real_api(platform: Stand, tenant: A
     api = platform.api()
     files = adapter(seed=3)
 
-    user = api.current_user()
-    assert user is not None
-    assert user["role"] == "admin"
-    made = api.create_key(tenant["id"], "production")
+    session = api.session()
+    assert session is not None
+    assert session["user"]["role"] == "admin"
+    keys = api.of_tenant(tenant["id"], "keys")
+    made = keys.create({"name": "production"})
     assert made["secret"].startswith("lpx_sk_")
     uploaded = api.upload_adapter(
         tenant["id"], "capitals", io.BytesIO(files.config), io.BytesIO(files.model)
@@ -49,12 +50,13 @@ def test_everything_a_page_needs_against_the_real_api(platform: Stand, tenant: A
     assert deployed["revision"]["adapter_name"] == "capitals"
     assert chat(api, tenant["id"], "capitals") == ADAPTER_ANSWER
     assert chat(api, tenant["id"], BASE) == BASE_ANSWER
-    api.revoke_key(tenant["id"], made["id"])
+    keys.remove(made["id"], reason="over")
 
     assert api.tenant(tenant["id"])["slug"] == tenant["slug"]
-    statuses = {key["name"]: key["status"] for key in api.keys(tenant["id"])["data"]}
+    statuses = {key["name"]: key["status"] for key in keys.page()["data"]}
     assert statuses == {"production": "revoked", "playground": "active"}
-    assert "secret" not in api.keys(tenant["id"])["data"][0]
+    assert "secret" not in keys.page()["data"][0]
+    assert keys.get(made["id"])["revoke_reason"] == "over"
     assert [a["name"] for a in api.adapters(tenant["id"])["data"]] == ["capitals"]
     requests = api.requests(tenant_id=tenant["id"])["data"]
     assert {row["kind"] for row in requests} == {"probe", "user"}
@@ -80,13 +82,13 @@ def test_everything_a_page_needs_against_the_real_api(platform: Stand, tenant: A
 
 def test_a_session_that_is_over_is_nobody(platform: Stand) -> None:
     api = platform.api("viewer")
-    user = api.current_user()
-    assert user is not None
-    assert user["role"] == "viewer"
+    session = api.session()
+    assert session is not None
+    assert session["user"]["role"] == "viewer"
 
     api.log_out()
 
-    assert api.current_user() is None
+    assert api.session() is None
     for token in ("", "made-up"):
         with Api(platform.control_url, token) as nobody:
             assert nobody.current_user() is None
@@ -96,7 +98,7 @@ def test_refusals_keep_the_apis_words(platform: Stand, tenant: Any) -> None:
     api = platform.api()
 
     with pytest.raises(ApiError, match="slug") as refusal:
-        api.create_tenant("Not A Slug", "")
+        api.create_tenant({"slug": "Not A Slug"})
     assert refusal.value.status == 400
     assert refusal.value.param == "slug"
     for name in ("a/b", "..", "?x=1", "#", "a b", "🙂"):
@@ -108,7 +110,7 @@ def test_refusals_keep_the_apis_words(platform: Stand, tenant: Any) -> None:
         chat(api, tenant["id"], "no-such-model")
     assert refusal.value.code == "model_not_found"
     with pytest.raises(ApiError) as refusal:
-        platform.api("viewer").create_key(tenant["id"], "x")
+        platform.api("viewer").of_tenant(tenant["id"], "keys").create({"name": "x"})
     assert refusal.value.status == 403
     assert "Viewers may only read" in str(refusal.value)
 
@@ -116,7 +118,7 @@ def test_refusals_keep_the_apis_words(platform: Stand, tenant: Any) -> None:
 def test_an_api_that_is_down_is_unreachable() -> None:
     with Api("http://127.0.0.1:9", "token") as api:
         with pytest.raises(ApiUnreachableError):
-            api.current_user()
+            api.session()
         with pytest.raises(ApiUnreachableError):
             list(api.chat("ten_1", "m", HELLO, max_tokens=1, temperature=0))
 
@@ -233,3 +235,23 @@ async def let_speak(platform: Stand) -> None:
     """Let the silent requests go on."""
     for running in platform.engine._running.values():
         running.wake.set()
+
+
+def test_what_is_sent_once_is_made_once_and_a_stale_change_is_told_apart(
+    platform: Stand, tenant: dict[str, Any]
+) -> None:
+    keys = platform.api().of_tenant(tenant["id"], "keys")
+
+    first = keys.create({"name": "x"}, once="a-form")
+    again = keys.create({"name": "x"}, once="a-form")
+
+    assert again["id"] == first["id"]
+    assert (first["secret"] is None, again["secret"] is None) == (False, True)
+    keys.change(first["id"], {"name": "y"}, version=first["version"])
+    with pytest.raises(ApiError) as stale:
+        keys.change(first["id"], {"name": "z"}, version=first["version"])
+    assert stale.value.is_stale
+    with pytest.raises(ApiError) as unknown:
+        keys.get("key_/../..")
+    assert unknown.value.status == 404
+    assert not unknown.value.is_stale

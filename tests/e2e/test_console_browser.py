@@ -44,10 +44,9 @@ def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_p
     browser.settle(page)
     page.screenshot(path=tmp_path / "report.png")
 
+    browser.go(page, "Deployments")
     page.get_by_text("Deploy", exact=True).first.click()
-    name = page.get_by_role("combobox", name="Model id").first
-    name.fill("matey")
-    name.press("Enter")
+    page.get_by_label("Model id").fill("matey")
     browser.choose(page, "Answers with", "matey v1")
     page.get_by_role("button", name="Deploy", exact=True).click()
     page.get_by_text("from now on").wait_for()
@@ -55,8 +54,8 @@ def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_p
 
     browser.go(page, "Playground")
     browser.choose(page, "Deployment", "matey")
-    page.get_by_role("button", name="Ask both").click()
-    page.get_by_text("deployment · matey").wait_for()
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.get_by_text("deployment, revision 1 · matey").wait_for()
     browser.settle(page)
     page.screenshot(path=tmp_path / "playground.png")
     assert not page.get_by_test_id("stAlert").count()

@@ -24,7 +24,7 @@ print(",".join(sorted(name for name in sys.modules if "." not in name or name.en
 
 # The walk over the platform includes each of its processes.
 @pytest.mark.parametrize(
-    "packages", ["loraplex_platform", "loraplex_admin.api,loraplex_admin.pages"]
+    "packages", ["loraplex_platform", "loraplex_admin.api,loraplex_admin.views"]
 )
 def test_no_module_of_a_platform_process_imports_torch(packages: str) -> None:
     result = subprocess.run(

@@ -144,3 +144,34 @@ def give(page: Page, label: str, path: Path) -> None:
         0, timeout=DEADLINE_S * 1000
     )
     settle(page)
+
+
+def write(page: Page, label: str, text: str) -> None:
+    """Write into a field, and leave it, as the console hears of it only then."""
+    box = page.get_by_label(label, exact=True).first
+    box.fill(text)
+    box.press("Tab")
+    settle(page)
+
+
+def press(page: Page, name: str) -> None:
+    """Press a button, and wait for what that does."""
+    page.get_by_role("button", name=name).first.click()
+    settle(page)
+
+
+def unfold(page: Page, title: str) -> None:
+    """Open a part of the page that is folded away, if it is."""
+    part = page.get_by_test_id("stExpander").filter(has_text=title).first
+    if part.locator("details").first.get_attribute("open") is None:
+        part.locator("summary").first.click()
+        settle(page)
+
+
+def confirm(page: Page, title: str, name: str, button: str) -> None:
+    """Type a name where the console asks for it, and press."""
+    unfold(page, title)
+    part = page.get_by_test_id("stExpander").filter(has_text=title).first
+    part.get_by_label("Type the name above to confirm").fill(name)
+    part.get_by_role("button", name=button).click()
+    settle(page)

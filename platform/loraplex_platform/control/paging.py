@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from uuid import UUID
 
 from fastapi import Depends, Query
-from sqlalchemy import Select
+from sqlalchemy import Select, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -64,6 +64,25 @@ async def _page(
 
 
 Paging = Annotated[Page, Depends(_page)]
+Search = Annotated[
+    str | None,
+    Query(
+        max_length=80,
+        pattern=r"^[^\x00]*$",  # which Postgres refuses
+        description="Only those whose name holds this, whatever its capitals.",
+    ),
+]
+
+
+def holding(
+    statement: Select[Row], search: str | None, *columns: InstrumentedAttribute[str]
+) -> Select[Row]:
+    """Only rows with the text in one of the columns, as it is: `%` and `_` stand for themselves."""
+    if not search or not search.strip():
+        return statement
+    return statement.where(
+        or_(*(column.icontains(search.strip(), autoescape=True) for column in columns))
+    )
 
 
 async def fetch(

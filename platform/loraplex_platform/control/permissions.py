@@ -177,6 +177,22 @@ def reach_of(
     return Reach(frozenset({tenant_id})) if role in action.roles else Refusal.FORBIDDEN
 
 
+def actions_of(
+    platform_role: PlatformRole | None, tenant_role: TenantRole | None = None
+) -> list[str]:
+    """Names of all that a role on the platform allows everywhere, or a membership in its tenant.
+
+    So that whoever shows pages need not know the table.
+    """
+    if tenant_role is not None:
+        return [action.name for action in ACTIONS.values() if tenant_role in action.roles]
+    return [
+        action.name
+        for action in ACTIONS.values()
+        if isinstance(reach_of(action, platform_role, {}, None), Reach)
+    ]
+
+
 def may_give(platform_role: PlatformRole | None, own: TenantRole | None, role: TenantRole) -> bool:
     """Whether someone may make, change or remove a member of this role: never one above their own."""
     if platform_role == "admin" or own == "owner":

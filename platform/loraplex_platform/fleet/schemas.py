@@ -31,6 +31,13 @@ class EngineStatsResource(BaseModel):
     adapters_pinned_at_start: list[str] | None = None  # those of the engine's own flag
     adapters_pin_failed: dict[str, str] = {}  # digest -> why it is not in memory
     adapter_leases: int
+    adapters_loading: int = 0  # or waiting for a loader
+    adapters_disk: int = 0  # copies of a remote store's
+    adapter_host_bytes: int = 0
+    adapter_loads_total: int = 0
+    adapter_load_failures_total: int = 0
+    adapter_evictions_total: int = 0
+    adapter_load_seconds_total: float = 0.0
     max_adapters_in_step: int
     mixed_steps_total: int
     rss_bytes: int

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request, Response
 from loraplex_platform.control.auth import SESSION_COOKIE, CurrentPrincipal, check_origin
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import PublicRoute, admin_router
 from loraplex_platform.control.schemas import ERROR_RESPONSES, ListPage
@@ -44,9 +44,13 @@ UserId = Annotated[str, Path(description="The member's user id, `usr_...`.")]
 
 @router.get("")
 @requires("member.read")
-async def list_members(owner: Owner, page: Paging, session: DbSession) -> ListPage[MemberResource]:
-    """Who belongs to the tenant, newest account first."""
+async def list_members(
+    owner: Owner, page: Paging, session: DbSession, search: Search = None
+) -> ListPage[MemberResource]:
+    """Who belongs to the tenant, newest account first. `search`: in the e-mail."""
     statement = queries.members_of(owner.id)
+    if search:
+        statement = holding(statement.join(User, User.id == Membership.user_id), search, User.email)
     rows, has_more = await fetch(session, statement, Membership.user_id, page, "user")
     people = await queries.people(session, [row.user_id for row in rows])
     return to_list(rows, has_more, lambda row: show_member(row, people[row.user_id]))

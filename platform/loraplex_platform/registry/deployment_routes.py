@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -95,9 +95,9 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
     @router.get("", description=f"{whose} deployments, newest first.")
     @requires(f"{action}.read")
     async def list_deployments(
-        page: Paging, session: DbSession, owner_id: UUID | None = owns
+        page: Paging, session: DbSession, search: Search = None, owner_id: UUID | None = owns
     ) -> ListPage[DeploymentResource]:
-        statement = queries.live_deployments(owner_id)
+        statement = holding(queries.live_deployments(owner_id), search, Deployment.public_name)
         rows, has_more = await fetch(session, statement, Deployment.id, page, "deployment")
         return to_list(await queries.resolve(session, rows), has_more, show_deployment)
 

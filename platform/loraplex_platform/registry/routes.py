@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Path, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import StreamedRoute, admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -142,10 +142,10 @@ async def upload_adapter(tenant_id: TenantUuid, request: Request, context: Conte
 @adapters_router.get("")
 @requires("adapter.read")
 async def list_adapters(
-    owner: Owner, page: Paging, session: DbSession
+    owner: Owner, page: Paging, session: DbSession, search: Search = None
 ) -> ListPage[AdapterResource]:
-    """The tenant's adapters with their versions."""
-    statement = queries.adapters_of(owner.id)
+    """The tenant's adapters with their versions. `search`: in the name."""
+    statement = holding(queries.adapters_of(owner.id), search, Adapter.name)
     rows, has_more = await fetch(session, statement, Adapter.id, page, "adapter")
     versions = await queries.versions_of(session, owner.id, [row.id for row in rows])
     return to_list(rows, has_more, lambda adapter: show_adapter(adapter, versions[adapter.id]))

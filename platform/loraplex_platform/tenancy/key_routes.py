@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import CleanText, ListPage
@@ -69,9 +69,12 @@ async def list_keys(
         Literal["active"] | None,
         Query(description="`active`: neither disabled nor revoked. All if not given."),
     ] = None,
+    search: Search = None,
 ) -> ListPage[KeyResource]:
-    """The tenant's keys, newest first; revoked ones stay, because bills name them."""
-    statement = queries.keys_of(owner.id)
+    """The tenant's keys, newest first; revoked ones stay, because bills name them. `search`: in the name and
+    in what is public of the key.
+    """
+    statement = holding(queries.keys_of(owner.id), search, ApiKey.name, ApiKey.public_id)
     if project_id is not None:
         project = project_uuid(project_id, param="project_id")
         statement = statement.where(ApiKey.project_id == project)

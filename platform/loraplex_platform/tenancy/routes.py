@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -69,9 +69,12 @@ async def create_tenant(
 
 @router.get("")
 @requires("tenant.read")
-async def list_tenants(page: Paging, session: DbSession) -> ListPage[TenantResource]:
-    """Every tenant, newest first; for members, those they belong to."""
-    rows, has_more = await fetch(session, queries.all_tenants(), Tenant.id, page, "tenant")
+async def list_tenants(
+    page: Paging, session: DbSession, search: Search = None
+) -> ListPage[TenantResource]:
+    """Every tenant, newest first; for members, those they belong to. `search`: in slug and name."""
+    statement = holding(queries.all_tenants(), search, Tenant.slug, Tenant.name)
+    rows, has_more = await fetch(session, statement, Tenant.id, page, "tenant")
     return to_list(rows, has_more, show_tenant)
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request, Response
 from loraplex_platform.audit.service import Actor
 from loraplex_platform.control.auth import SESSION_COOKIE, CurrentPrincipal, check_origin
 from loraplex_platform.control.context import Context, ControlContext, DbSession
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import PublicRoute, admin_router
 from loraplex_platform.control.schemas import ERROR_RESPONSES, ListPage
@@ -52,9 +52,12 @@ async def create_user(
 
 @router.get("")
 @requires("user.read")
-async def list_users(page: Paging, session: DbSession) -> ListPage[UserResource]:
-    """Everyone who may log in, newest first."""
-    rows, has_more = await fetch(session, queries.all_users(), User.id, page, "user")
+async def list_users(
+    page: Paging, session: DbSession, search: Search = None
+) -> ListPage[UserResource]:
+    """Everyone who may log in, newest first. `search`: in the e-mail."""
+    statement = holding(queries.all_users(), search, User.email)
+    rows, has_more = await fetch(session, statement, User.id, page, "user")
     return to_list(rows, has_more, show_user)
 
 

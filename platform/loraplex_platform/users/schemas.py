@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 from uuid import UUID
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from loraplex_platform.control.permissions import TenantRole
+from loraplex_platform.control.permissions import PlatformRole, TenantRole, actions_of
 from loraplex_platform.control.schemas import Body, CleanText, Resource, UnixSeconds
 from loraplex_platform.db import User
 from loraplex_platform.ids import format_id
@@ -93,6 +93,7 @@ class MembershipResource(Resource):
 
     tenant_id: str
     role: TenantRole
+    actions: list[str] = Field(description="What the role allows in this tenant.")
 
 
 class SessionResource(Resource):
@@ -101,6 +102,9 @@ class SessionResource(Resource):
     object: Literal["session"] = "session"
     user: UserResource
     memberships: list[MembershipResource] = Field(description="By tenant id.")
+    actions: list[str] = Field(
+        description="What the role on the platform allows, there and in every tenant."
+    )
     expires_at: UnixSeconds
 
 
@@ -119,13 +123,17 @@ def show_session(
     user: User, expires_at: datetime, memberships: Mapping[UUID, TenantRole]
 ) -> SessionResource:
     """The login as the API shows it."""
+    platform_role = cast(PlatformRole | None, user.platform_role)
     return SessionResource(
         user=show_user(user),
         memberships=[
             MembershipResource(
-                tenant_id=format_id("tenant", tenant_id), role=memberships[tenant_id]
+                tenant_id=format_id("tenant", tenant_id),
+                role=memberships[tenant_id],
+                actions=actions_of(None, memberships[tenant_id]),
             )
             for tenant_id in sorted(memberships)
         ],
+        actions=actions_of(platform_role),
         expires_at=expires_at,
     )

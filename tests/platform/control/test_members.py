@@ -48,7 +48,12 @@ async def test_an_invited_person_makes_an_account_and_belongs_to_the_tenant(stan
     ada = await log_in(stand, ADA)
     session = (await ada.get("/admin/v1/sessions/current")).json()
     assert session["user"]["role"] is None
-    assert session["memberships"] == [{"tenant_id": tenant_id, "role": "developer"}]
+    [membership] = session["memberships"]
+    assert (membership["tenant_id"], membership["role"]) == (tenant_id, "developer")
+    assert {"key.write", "usage.read"} <= set(membership["actions"])
+    assert not {"member.write", "invoice.read", "fleet.read"} & set(membership["actions"])
+    # Outside of the tenant there is only one's own login.
+    assert session["actions"] == ["session.read", "session.end"]
     [listed] = (await ada.get(f"{path}/invitations")).json()["data"]
     assert listed["status"] == "accepted"
 
@@ -397,7 +402,8 @@ async def test_the_form_joins_and_leads_to_the_console(stand: Stand) -> None:
     joined = await browser.post("/join", data={"token": f" {token} ", "password": PASSWORD})
     assert (joined.status_code, joined.headers["location"]) == (303, CONSOLE)
     session = (await browser.get("/admin/v1/sessions/current")).json()
-    assert session["memberships"] == [{"tenant_id": tenant_id, "role": "viewer"}]
+    [membership] = session["memberships"]
+    assert (membership["tenant_id"], membership["role"]) == (tenant_id, "viewer")
 
 
 async def test_an_owners_invitation_is_ended_by_owners_only(stand: Stand) -> None:

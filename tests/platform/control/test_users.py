@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from loraplex_platform.control.permissions import ACTIONS
 from loraplex_platform.db import AuditLog, User
 from loraplex_platform.ids import format_id, uuid7
 from loraplex_platform.users import throttle
@@ -51,8 +52,9 @@ async def test_a_session_is_a_cookie_that_no_script_can_read(stand: Stand) -> No
     current = await client.get("/admin/v1/sessions/current")
 
     assert current.status_code == 200
-    assert set(current.json()) == {"object", "user", "memberships", "expires_at"}
+    assert set(current.json()) == {"object", "user", "memberships", "actions", "expires_at"}
     assert current.json()["user"]["role"] == "admin"
+    assert set(current.json()["actions"]) == set(ACTIONS)
     again = await client.post("/admin/v1/sessions", json=FORM)
     cookie = again.headers["set-cookie"]
     assert re.search(r"^loraplex_session=[\w-]{43};", cookie)

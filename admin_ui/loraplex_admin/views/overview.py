@@ -6,11 +6,12 @@ from typing import Any
 
 import streamlit as st
 
-from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, User
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api
+from loraplex_admin.components import status
+from loraplex_admin.components.live import live
 
-_REFRESH = "3s"
 _COLUMN_HELP = {
     "mixed": "Steps with prefill and decode together.",
     "most in a step": "The most different adapters that one step has served.",
@@ -21,23 +22,17 @@ _COLUMN_HELP = {
 }
 
 
-def render(api: Api, _user: User) -> None:
+def render(api: Api, _access: Access) -> None:
     """Figures, then each replica."""
     st.title("Overview")
 
-    @st.fragment(run_every=_REFRESH)
-    def live() -> None:
-        try:
-            _figures(api)
-            fleet = api.fleet()
-            _replicas(fleet["replicas"])
-            _gateways(fleet["gateways"])
-        except ApiUnreachableError:
-            st.error("The control API does not answer. Trying again.", icon=":material/cloud_off:")
-        except ApiError as error:
-            choices.show_refusal(error)
+    def draw() -> None:
+        _figures(api)
+        fleet = api.fleet()
+        _replicas(fleet["replicas"])
+        _gateways(fleet["gateways"])
 
-    live()
+    live(draw, calls=2)
 
 
 def _figures(api: Api) -> None:
@@ -72,8 +67,7 @@ def _replica(replica: dict[str, Any]) -> None:
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.markdown(fmt.code(replica["replica_id"]), width="content")
-            is_ready = replica["state"] == "ready"
-            st.badge(fmt.literal(replica["state"]), color="green" if is_ready else "orange")
+            status.badge(replica["state"])
         st.caption(
             f"{fmt.code(replica['base_model'])} · {fmt.literal(replica['dtype'])} on "
             f"{fmt.literal(replica['device'])} ({fmt.literal(replica['isa'])}) · torch "

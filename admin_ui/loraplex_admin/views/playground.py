@@ -1,4 +1,4 @@
-"""Ask a deployment and the base the same thing, and watch both answers stream side by side."""
+"""Ask the base and two deployments the same thing, and watch the answers stream side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from streamlit.delta_generator import DeltaGenerator
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant, User
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant
 
 _POLL_S = 0.05
 # How often a silent stream's clock is redrawn. Streamlit ends a script whose reader has left only
@@ -20,23 +21,30 @@ _POLL_S = 0.05
 _REDRAW_S = 0.5
 
 
-def render(api: Api, user: User) -> None:
-    """A prompt, two columns, two streams at once."""
+def render(api: Api, access: Access) -> None:
+    """A prompt, a column for each who is asked, all streams at once."""
     st.title("Playground")
-    tenant = choices.tenant(api, key="playground_tenant")
+    tenant = choices.tenant(api, access, key="playground_tenant", action="playground.use")
     if tenant is None:
-        return
-    if user["role"] != "admin":
-        st.info("Viewers cannot ask: answers are billed to the tenant.")
         return
     deployments = api.deployments(tenant["id"])["data"]
     if not deployments:
-        st.info("This tenant has no deployment yet. Deploy an adapter under *Adapters*.")
+        st.info(
+            "This tenant has no deployment yet. Deploy an adapter first, then ask it here.",
+            icon=":material/lightbulb:",
+        )
         return
     base = deployments[0]["base_model"]
+    numbers = {one["name"]: one["revision"]["number"] for one in deployments}
     with st.form("ask"):
-        model = st.selectbox(
-            "Deployment", [deployment["name"] for deployment in deployments], key="playground_model"
+        first, second = st.columns(2)
+        model = first.selectbox("Deployment", list(numbers), key="playground_model")
+        other = second.selectbox(
+            "Beside it",
+            ["", *numbers],
+            format_func=lambda name: name or "nothing",
+            help="Two revisions are compared under two model ids.",
+            key="playground_other",
         )
         prompt = st.text_area(
             "Message", "What is the capital of France?", key="playground_prompt", height=80
@@ -44,7 +52,7 @@ def render(api: Api, user: User) -> None:
         left, right = st.columns(2)
         max_tokens = left.slider("Most tokens", 8, 512, 64, key="playground_max_tokens")
         temperature = right.slider("Temperature", 0.0, 2.0, 0.0, key="playground_temperature")
-        is_asked = st.form_submit_button("Ask both", type="primary", key="playground_ask")
+        is_asked = st.form_submit_button("Ask", type="primary", key="playground_ask")
     st.caption(f"Answers are billed to {fmt.code(tenant['slug'])} like any other request.")
     held = f"playground_answers_{tenant['id']}"
     if is_asked and not prompt.strip():
@@ -54,11 +62,11 @@ def render(api: Api, user: User) -> None:
         _show_again(st.session_state.get(held, []))
         return
     st.session_state.pop(held, None)
+    asked = [(base, "base")]
+    asked += [(name, f"deployment, revision {numbers[name]}") for name in (model, other) if name]
     panels = [
         _panel(column, api, tenant, name, label, prompt, max_tokens, temperature)
-        for column, name, label in zip(
-            st.columns(2), (base, model), ("base", "deployment"), strict=True
-        )
+        for column, (name, label) in zip(st.columns(len(asked)), asked, strict=True)
     ]
     try:
         _follow(panels)

@@ -12,7 +12,8 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
-from loraplex_admin.api import Api, UsageRow, User
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api, UsageRow
 
 _RANGES = {
     "Last hour": (timedelta(hours=1), "1m"),
@@ -24,7 +25,9 @@ _RANGES = {
 _GROUPS = {
     "Model": "model",
     "Tenant": "tenant_id",
+    "Project": "project_id",
     "Key": "key_id",
+    "Deployment": "deployment_id",
     "Adapter version": "adapter_version_id",
 }
 _MEASURES = {
@@ -52,24 +55,39 @@ class _Query(TypedDict):
     tenant_id: str | None
 
 
-def render(api: Api, _user: User) -> None:
+def render(api: Api, access: Access) -> None:
     """Filters, totals, chart, table, download."""
     st.title("Usage")
     filters = st.columns(4)
     with filters[0]:
-        tenant = choices.tenant(api, key="usage_tenant", allow_all=True)
-    span, bucket = _RANGES[filters[1].selectbox("Time", list(_RANGES), index=1, key="usage_range")]
-    group = _GROUPS[filters[2].selectbox("Split by", list(_GROUPS), key="usage_group")]
-    measure = filters[3].selectbox("Chart", list(_MEASURES), key="usage_measure")
-    query = _query(span, bucket, group, tenant["id"] if tenant else None)
+        tenant = choices.tenant(
+            api, access, key="usage_tenant", action="usage.read", allow_all=True
+        )
+    # What is chosen is in the address, under the key of its box.
+    chosen_range = filters[1].selectbox(
+        "Time", list(_RANGES), index=1, key="usage_range", bind="query-params"
+    )
+    span, bucket = _RANGES[chosen_range]
+    chosen_group = filters[2].selectbox(
+        "Split by", list(_GROUPS), key="usage_group", bind="query-params"
+    )
+    group = _GROUPS[chosen_group]
+    measure = filters[3].selectbox(
+        "Chart", list(_MEASURES), key="usage_measure", bind="query-params"
+    )
+    zone = tenant["billing_tz"] if tenant else "UTC"
+    query = _query(span, bucket, group, tenant["id"] if tenant else None, zone)
     rows, is_cut = api.usage(**query)
     if not rows:
-        st.info("Nothing was used in this time.")
+        st.info(
+            "Nothing was used in this time. Choose a longer one, or ask something on the *Playground*.",
+            icon=":material/lightbulb:",
+        )
         return
     if is_cut:
         st.warning("There is more than is shown here; the CSV has it all.")
     _totals(rows)
-    _chart(rows, group, measure, bucket, query)
+    _chart(rows, group, measure, bucket, query, zone)
     _table(rows, group)
     st.download_button(
         "Download CSV",
@@ -81,17 +99,25 @@ def render(api: Api, _user: User) -> None:
         key="usage_csv",
     )
     st.caption(
-        "Times are UTC. Prompt, cached (part of the prompt), completion and absorbed are tokens; "
+        f"Times are {zone}. Prompt, cached (part of the prompt), completion and absorbed are tokens; "
         "for absorbed ones the platform pays."
     )
 
 
-def _query(span: timedelta, bucket: str, group: str, tenant_id: str | None) -> _Query:
-    """Whole buckets: a chart must not begin with a piece of one."""
-    width_s = int(_WIDTHS[bucket].total_seconds())
-    end = (int(datetime.now(UTC).timestamp()) // width_s + 1) * width_s
+def _query(span: timedelta, bucket: str, group: str, tenant_id: str | None, zone: str) -> _Query:
+    """Whole buckets, of the tenant's zone: a chart must not begin with a piece of one."""
+    if bucket == "1d":
+        tomorrow = (datetime.now(fmt.zone(zone)) + timedelta(days=1)).replace(
+            hour=0, minute=0, second=0, microsecond=0
+        )
+        # On the wall's clock: a day may have 23 hours.
+        start, end = int((tomorrow - span).timestamp()), int(tomorrow.timestamp())
+    else:
+        width_s = int(_WIDTHS[bucket].total_seconds())
+        end = (int(datetime.now(UTC).timestamp()) // width_s + 1) * width_s
+        start = end - int(span.total_seconds())
     return {
-        "start": end - int(span.total_seconds()),
+        "start": start,
         "end": end,
         "bucket": bucket,
         "group_by": [group],
@@ -118,7 +144,9 @@ def _label(row: UsageRow, group: str) -> str:
     return str(row.get(group) or "–")
 
 
-def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _Query) -> None:
+def _chart(
+    rows: list[UsageRow], group: str, measure: str, bucket: str, query: _Query, zone: str
+) -> None:
     field = _MEASURES[measure]
     sums: dict[str, Decimal] = {}
     for row in rows:
@@ -127,14 +155,14 @@ def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _
     largest = sorted(sums, key=lambda label: (-sums[label], label))
     shown = largest if len(largest) <= _MAX_COLOURS else largest[: _MAX_COLOURS - 1]
     chart = (
-        alt.Chart(_bars(rows, group, field, shown))
+        alt.Chart(_bars(rows, group, field, shown, zone))
         .mark_rect(stroke=None)
         .encode(
-            # The times are UTC and shown so, wherever the reader is.
+            # The wall's clock of the zone, given as if it were UTC: shown so wherever the reader is.
             x=alt.X(
                 "start:T",
                 title=None,
-                scale=alt.Scale(type="utc", domain=_edges(query)),
+                scale=alt.Scale(type="utc", domain=_edges(query, zone)),
                 axis=alt.Axis(format=_TIME_FORMATS[bucket], labelOverlap=True, grid=False),
             ),
             x2="end:T",
@@ -152,7 +180,7 @@ def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _
                 legend=alt.Legend(orient="top", labelLimit=220, columns=3, symbolType="square"),
             ),
             tooltip=[
-                alt.Tooltip("utcyearmonthdatehoursminutes(start):T", title="from (UTC)"),
+                alt.Tooltip("utcyearmonthdatehoursminutes(start):T", title=f"from ({zone})"),
                 alt.Tooltip("group:N", title="split"),
                 alt.Tooltip("exact:N", title=measure),
             ],
@@ -162,7 +190,9 @@ def _chart(rows: list[UsageRow], group: str, measure: str, bucket: str, query: _
     st.altair_chart(chart, key="usage_chart")
 
 
-def _bars(rows: list[UsageRow], group: str, field: str, shown: list[str]) -> pd.DataFrame:
+def _bars(
+    rows: list[UsageRow], group: str, field: str, shown: list[str], zone: str
+) -> pd.DataFrame:
     """One stacked piece of a bar per bucket and group, in the legend's order."""
     values: dict[tuple[int, int, str], Decimal] = {}
     for row in rows:
@@ -180,15 +210,18 @@ def _bars(rows: list[UsageRow], group: str, field: str, shown: list[str]) -> pd.
         pieces.append((start, end, label, float(low), float(low + value), exact))
     frame = pd.DataFrame(pieces, columns=["start", "end", "group", "from", "to", "exact"])
     for edge in ("start", "end"):
-        frame[edge] = pd.to_datetime(frame[edge], unit="s", utc=True)
+        frame[edge] = [_on_the_wall(unix_s, zone) for unix_s in frame[edge]]
     return frame
 
 
-def _edges(query: _Query) -> list[str]:
+def _edges(query: _Query, zone: str) -> list[str]:
     """The ends of the time axis, though nothing happened there."""
-    return [
-        datetime.fromtimestamp(unix_s, UTC).isoformat() for unix_s in (query["start"], query["end"])
-    ]
+    return [_on_the_wall(unix_s, zone).isoformat() for unix_s in (query["start"], query["end"])]
+
+
+def _on_the_wall(unix_s: int, zone: str) -> datetime:
+    """What a clock shows there, as a time of UTC."""
+    return datetime.fromtimestamp(unix_s, fmt.zone(zone)).replace(tzinfo=UTC)
 
 
 def _table(rows: list[UsageRow], group: str) -> None:

@@ -1,0 +1,39 @@
+"""The question before something is lost: done only by whoever types its name."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import streamlit as st
+
+
+def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -> bool:
+    """Whether it was confirmed in this run.
+
+    Args:
+        label: of the fold behind which the question is.
+        name: what has to be typed; shown so that it can be copied, for nobody types every script.
+        consequence: what happens then, in Markdown.
+        key: begins the widgets' keys: `{key}_typed`, `{key}_go`.
+    """
+    with st.expander(label, icon=":material/warning:", key=f"{key}_box"):
+        st.warning(consequence)
+        st.code(name, language=None, wrap_lines=True)
+        with st.form(key, border=False):
+            typed = st.text_input(
+                "Type the name above to confirm",
+                key=f"{key}_typed",
+                autocomplete="off",
+            )
+            is_sent = st.form_submit_button(button, type="primary", key=f"{key}_go")
+        if not is_sent:
+            return False
+        if _plain(typed) != _plain(name):
+            st.error("That is not the name. Nothing was done.", icon=":material/error:")
+            return False
+    return True
+
+
+def _plain(text: str) -> str:
+    """The same for two ways to write one letter: keyboards differ."""
+    return unicodedata.normalize("NFC", " ".join(text.split()))

@@ -1,1 +1,0 @@
-"""One module a page, each with `render(api, user)`; `app.py` alone builds the navigation."""

@@ -1,0 +1,105 @@
+"""The latest requests: metadata only, never a prompt; of the one that is open, what became of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from loraplex_admin import choices
+from loraplex_admin import format as fmt
+from loraplex_admin.access import Access
+from loraplex_admin.api import Api
+from loraplex_admin.components import address, explanation
+from loraplex_admin.components.listing import Columns, Listing
+
+_STATES = {"reserved": "running"}
+_ARMS = ("stable", "canary", "shadow", "pinned")
+
+
+def render(api: Api, access: Access) -> None:
+    """The log, newest first; then the one that is open, explained."""
+    st.title("Requests")
+    tenant = choices.tenant(
+        api, access, key="requests_tenant", action="request.read", allow_all=True
+    )
+    tenant_id = tenant["id"] if tenant else None
+    zone = tenant["billing_tz"] if tenant else "UTC"
+    slugs = {}
+    if tenant is None:
+        slugs = {one["id"]: one["slug"] for one in api.tenants(limit=choices.MAX_CHOICES)["data"]}
+    wanted = _filters()
+    open_id = Listing(
+        "requests",
+        fetch=lambda after=None: api.requests(tenant_id=tenant_id, after=after, **wanted),
+        columns=Columns(
+            lambda one: _cells(one, slugs, zone),
+            numbers=("status", "prompt", "completion", "first ms", "total ms"),
+            wide=("model",),
+            help={
+                "prompt": "Tokens.",
+                "completion": "Tokens.",
+                "first ms": "Until the first token, in milliseconds.",
+                "total ms": "Until the last one, in milliseconds.",
+            },
+        ),
+        empty="No request is so. Take a filter out."
+        if any(wanted.values())
+        else "No request yet. Give a key's secret to who calls, or ask something on the *Playground*.",
+    ).show()
+    st.caption("Newest first. Prompts and answers are stored nowhere.")
+    if open_id is not None:
+        with st.container(border=True):
+            explanation.show(api, open_id, zone)
+
+
+def _filters() -> dict[str, str | None]:
+    """What is asked; each is in the address under the key of its field."""
+    with st.expander("Filters", icon=":material/filter_list:", key="requests_filters"):
+        columns = st.columns(3)
+        wanted: dict[str, str | None] = {
+            "revision_id": columns[0].text_input(
+                "Answered by revision",
+                max_chars=80,
+                key="revision",
+                bind="query-params",
+                placeholder="rev_…",
+            ),
+            "rollout_id": columns[1].text_input(
+                "Of rollout", max_chars=80, key="rollout", bind="query-params", placeholder="rol_…"
+            ),
+            "arm": columns[2].selectbox("Side", ["any", *_ARMS], key="side", bind="query-params"),
+        }
+    wanted = {
+        name: None if value is None or value.strip() in ("", "any") else value.strip()
+        for name, value in wanted.items()
+    }
+    if st.session_state.setdefault("requests_wanted", wanted) != wanted:
+        st.session_state["requests_wanted"] = wanted
+        address.put(after=None, id=None)
+    return wanted
+
+
+def _cells(row: Any, slugs: dict[str, str], zone: str) -> dict[str, object]:  # noqa: ANN401 (a row)
+    whose = {"tenant": slugs.get(row["tenant_id"], row["tenant_id"])} if slugs else {}
+    return {
+        "time": fmt.time(row["created_at"], zone),
+        **whose,
+        "model": fmt.cell(row["model"]),
+        "state": _STATES.get(row["state"], row["state"]),
+        "status": _number(row["http_status"]),
+        "ended": row["finish_reason"] or "",
+        "prompt": _number(row["prompt_tokens"]),
+        "completion": _number(row["completion_tokens"]),
+        "first ms": _number(row["ttft_ms"]),
+        "total ms": _number(row["e2e_ms"]),
+        "error": row["error_code"] or "",
+        "side": row.get("arm") or "",
+        "kind": row["kind"],
+        "id": row["id"],
+    }
+
+
+def _number(value: int | None) -> str:
+    """Blank while there is none: a table writes "None" otherwise."""
+    return "" if value is None else str(value)
