@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+from urllib.parse import urlencode, urlsplit
+
 import streamlit as st
 
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, Tenant
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, Tenant
 from loraplex_admin.components import address
 
 # Enough for a select box with search; beyond it the reader pastes an id.
 MAX_CHOICES = 100
+_RETRY_S: Final = 3.0
 
 
 def tenant(
@@ -106,11 +110,30 @@ def show_refusal(error: ApiError) -> None:
     where = f" ({fmt.code(error.param)})" if error.param else ""
     if error.status == 401:
         st.error("Your session is over. Nothing was changed.", icon=":material/lock_clock:")
-        st.link_button("Log in again", "/login", type="primary")
+        link_to_login("Log in again")
         return
     st.error(f"{fmt.literal(str(error))}{where}", icon=":material/error:")
 
 
-def show_unreachable() -> None:
-    """One line instead of a page."""
+def link_to_login(label: str) -> None:
+    """To this page's own address, which without a session leads to the form and from there back here."""
+    path = urlsplit(str(st.context.url or "")).path or "/"
+    query = urlencode(st.query_params.to_dict())
+    st.link_button(label, f"{path}?{query}" if query else path, type="primary")
+
+
+def wait_for_the_api(api: Api) -> None:
+    """One line instead of a page, and the page by itself as soon as the control API answers again."""
     st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
+    st.caption("This page comes back by itself as soon as it does.")
+    st.button("Try again", key="retry")
+
+    @st.fragment(run_every=_RETRY_S)
+    def look() -> None:
+        try:
+            api.session()
+        except (ApiUnreachableError, ApiError):
+            return
+        st.rerun()
+
+    look()

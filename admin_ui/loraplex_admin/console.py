@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 import streamlit as st
 from streamlit.navigation.page import Page as StreamlitPage
@@ -16,7 +15,6 @@ from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableErro
 
 # A file of our own: Streamlit fetches icons and emoji of its own from elsewhere.
 _ICON = Path(__file__).with_name("icon.png")
-_RETRY_S: Final = 3.0
 
 
 def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = False) -> StreamlitPage:
@@ -30,7 +28,8 @@ def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = Fals
         try:
             page.render(api, access)
         except ApiUnreachableError:
-            choices.show_unreachable()
+            # It went away while this very page was drawn.
+            choices.wait_for_the_api(api)
         except ApiError as error:
             choices.show_refusal(error)
 
@@ -49,23 +48,8 @@ def _ask_to_log_in() -> None:
     _left, middle, _right = st.columns([1, 2, 1])
     with middle:
         st.title("You are logged out")
-        st.link_button("Log in", "/login", type="primary")
-
-
-def _wait_for_the_api(api: Api) -> None:
-    """One line, and the page by itself as soon as the control API answers again."""
-    choices.show_unreachable()
-    st.button("Try again", key="retry")
-
-    @st.fragment(run_every=_RETRY_S)
-    def look() -> None:
-        try:
-            api.session()
-        except (ApiUnreachableError, ApiError):
-            return
-        st.rerun()
-
-    look()
+        st.caption("After the login you are back on this page.")
+        choices.link_to_login("Log in")
 
 
 def main() -> None:
@@ -77,7 +61,7 @@ def main() -> None:
     try:
         session = api.session()
     except ApiUnreachableError:
-        _wait_for_the_api(api)
+        choices.wait_for_the_api(api)
         return
     except ApiError as error:
         choices.show_refusal(error)
