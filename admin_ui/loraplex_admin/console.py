@@ -43,6 +43,23 @@ def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = Fals
     )
 
 
+def _refused(page: catalog.Page, access: Access) -> StreamlitPage:
+    """At the address of a page that this reader may not see: that, instead of another page as if nothing were."""
+
+    def run() -> None:
+        st.title(page.title)
+        st.error(
+            f"You are not allowed to see this page: you are {fmt.literal(access.role)}, and it takes "
+            f"{fmt.code(page.action)}.",
+            icon=":material/lock:",
+        )
+        st.caption(
+            "An owner or admin of the tenant gives roles under *Members*; an admin of the platform under *Settings*."
+        )
+
+    return st.Page(run, title=page.title, url_path=page.path, visibility="hidden")
+
+
 def _ask_to_log_in() -> None:
     """For a page that was open when its session ended; `app.py` sends fresh visits to the form."""
     _left, middle, _right = st.columns([1, 2, 1])
@@ -74,6 +91,9 @@ def main() -> None:
     sections = {pages[0].section: [_page(pages[0], api, access, is_start=True)]}
     for page in pages:
         sections.setdefault(page.section, []).append(_page(page, api, access))
+    sections[pages[0].section] += [
+        _refused(page, access) for page in catalog.PAGES if page not in pages
+    ]
     navigation = st.navigation(sections, expanded=True)
     st.logo(str(_ICON), size="large")
     with st.sidebar:

@@ -13,9 +13,13 @@ import pytest
 from streamlit.components.v2 import manifest_scanner
 
 from tests.admin_ui import full_tenant
+from tests.admin_ui.altered import Altered, altered_api
 from tests.admin_ui.stand import Stand, stand
+from tests.support import browser
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.support.postgres import PostgresServer
 
 _numbers = itertools.count(1)
@@ -45,6 +49,34 @@ def platform(postgres_server: PostgresServer, session_folder: Path) -> Iterator[
                 yield made
         finally:
             redis.stop()
+
+
+@pytest.fixture(scope="package")
+def _between(platform: Stand) -> Iterator[tuple[Altered, str]]:
+    with altered_api(platform.control_url) as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def console_url(_between: tuple[Altered, str], session_folder: Path) -> Iterator[str]:
+    """A console for browsers, whose control API is the platform's, behind `between`."""
+    with browser.console(_between[1], session_folder) as url:
+        yield url
+
+
+@pytest.fixture
+def between(_between: tuple[Altered, str]) -> Iterator[Altered]:
+    """What stands between the browser's console and its control API; as it was after each test."""
+    altered = _between[0]
+    yield altered
+    altered.refusal, altered.is_away, altered.texts = None, False, ()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Not for longer: while Playwright runs, its event loop is the thread's, and other tests need one of theirs."""
+    with browser.chromium() as found:
+        yield found
 
 
 @pytest.fixture
