@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import streamlit as st
@@ -66,7 +67,14 @@ def _ask_to_log_in() -> None:
     with middle:
         st.title("You are logged out")
         st.caption("After the login you are back on this page.")
-        choices.link_to_login("Log in")
+        choices.offer_login("Log in")
+
+
+def _instead_of_any_page(draw: Callable[[], None]) -> None:
+    """At whatever page's address, which Streamlit would else forget: it knows only the pages of a run."""
+    start = st.Page(draw, title="Loraplex", url_path="start", default=True)
+    others = [st.Page(draw, title=one.title, url_path=one.path) for one in catalog.PAGES]
+    st.navigation([start, *others], position="hidden").run()
 
 
 def main() -> None:
@@ -78,13 +86,14 @@ def main() -> None:
     try:
         session = api.session()
     except ApiUnreachableError:
-        choices.wait_for_the_api(api)
+        _instead_of_any_page(lambda: choices.wait_for_the_api(api))
         return
     except ApiError as error:
-        choices.show_refusal(error)
+        refusal = error
+        _instead_of_any_page(lambda: choices.show_refusal(refusal))
         return
     if session is None:
-        _ask_to_log_in()
+        _instead_of_any_page(_ask_to_log_in)
         return
     access = Access.of(session)
     pages = catalog.pages_for(access)
@@ -101,6 +110,7 @@ def main() -> None:
         if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):
             api.log_out()
             st.rerun()
+    choices.give_back_what_was_typed()
     navigation.run()
 
 

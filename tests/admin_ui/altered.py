@@ -51,6 +51,7 @@ class Altered(httpx.BaseTransport):
     Attributes:
         refusal: the status of every answer; None: what it says itself.
         is_away: connections are refused.
+        loses_answers: what is asked is done, and nobody hears of it.
         texts: what stands in every answer in place of what people have written there, in turns; empty: nothing does.
         num_changed: how many values were.
     """
@@ -58,6 +59,7 @@ class Altered(httpx.BaseTransport):
     def __init__(self) -> None:
         self.refusal: int | None = None
         self.is_away = False
+        self.loses_answers = False
         self.texts: Sequence[str] = ()
         self.num_changed = 0
         self._inner = httpx.HTTPTransport()
@@ -73,6 +75,9 @@ class Altered(httpx.BaseTransport):
         if self.refusal is not None and not is_session:
             return httpx.Response(self.refusal, json={"error": self._error()})
         answer = self._inner.handle_request(request)
+        if self.loses_answers and request.method != "GET":
+            answer.read()
+            raise httpx.ReadError("connection reset", request=request)
         kind = answer.headers.get("content-type", "")
         if not self.texts or is_session or not kind.startswith("application/json"):
             return answer

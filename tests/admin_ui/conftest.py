@@ -69,7 +69,8 @@ def between(_between: tuple[Altered, str]) -> Iterator[Altered]:
     """What stands between the browser's console and its control API; as it was after each test."""
     altered = _between[0]
     yield altered
-    altered.refusal, altered.is_away, altered.texts = None, False, ()
+    altered.refusal, altered.texts = None, ()
+    altered.is_away = altered.loses_answers = False
 
 
 @pytest.fixture(scope="module")

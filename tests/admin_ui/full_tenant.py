@@ -47,11 +47,13 @@ def fill(platform: Stand, slug: str, name: str) -> dict[str, Any]:
     assert refused.status_code == 429, refused.text
     month = f"{datetime.now(ZoneInfo('Asia/Kathmandu')):%Y-%m}"
     invoice = platform.post(f"{at}/invoices", json={"month": month})
+    [book, *_] = platform.http.get("/admin/v1/price-books").json()["data"]
     audit = platform.http.get(f"/admin/v1/audit?tenant_id={tenant['id']}").json()["data"]
     opened |= {
         "tenants": {"id": tenant["id"]},
         "invoices": {"id": invoice["id"]},
         "keys": {"id": keys[3]["id"]},
+        "prices": {"id": book["id"]},
         "webhooks": {"id": hook["id"]},
         "requests": {"id": requests[0]["id"]},
         "limits": {"request": refused.headers["x-request-id"]},
