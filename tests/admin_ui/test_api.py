@@ -91,7 +91,7 @@ def test_a_session_that_is_over_is_nobody(platform: Stand) -> None:
     assert api.session() is None
     for token in ("", "made-up"):
         with Api(platform.control_url, token) as nobody:
-            assert nobody.current_user() is None
+            assert nobody.session() is None
 
 
 def test_refusals_keep_the_apis_words(platform: Stand, tenant: Any) -> None:

@@ -211,6 +211,7 @@ def test_a_session_that_ends_leads_to_the_form_and_back_to_the_page(
     assert BACK_COOKIE not in {cookie["name"] for cookie in page.context.cookies()}
 
 
+@pytest.mark.slow
 def test_an_address_that_somebody_sends_is_reached_through_the_form(
     platform: Stand, tenant: dict[str, Any], console_url: str, visitors: list[Page]
 ) -> None:
@@ -251,7 +252,7 @@ def test_a_cookie_that_leads_elsewhere_leads_nowhere(
     assert "a" not in answer.cookies
 
 
-@pytest.mark.parametrize("path", ["keys", "overview"])
+@pytest.mark.parametrize("path", [pytest.param("keys", marks=pytest.mark.slow), "overview"])
 def test_a_control_api_that_is_away_is_told_and_the_page_comes_back_by_itself(
     path: str,
     admin: Api,

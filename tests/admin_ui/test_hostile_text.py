@@ -27,28 +27,19 @@ def admin(platform: Stand) -> Api:
 
 
 def test_keys_with_hostile_names_are_listed_and_opened_as_they_are(
-    platform: Stand, admin: Api
+    admin: Api, full: dict[str, Any]
 ) -> None:
-    tenant = platform.tenant("hostile", name="<script>alert('tenant')</script> **t**")
-    kept = []
-    for text in NAMES:
-        answer = platform.http.post(
-            f"/admin/v1/tenants/{tenant['id']}/keys", json={"name": text.strip()}
-        )
-        # The API refuses what could break a log; whatever it takes is shown as it is.
-        assert answer.status_code in {201, 400}, answer.text
-        if answer.status_code == 201:
-            kept.append(answer.json())
-    assert len(kept) >= len(NAMES) - 1
+    # The API refuses what could break a log; whatever it takes is shown as it is.
+    assert len(full["keys"]) >= len(NAMES) - 1
 
-    test = open_page("keys", admin, tenant)
+    test = open_page("keys", admin, full)
     names = list(table(test, "keys")["name"])
-    assert names == [fmt.cell(key["name"]) for key in reversed(kept)][: len(names)]
-    for key in kept[:: max(1, len(kept) // 5)]:
-        given = marked(open_page("keys", admin, tenant, id=key["id"]))
+    assert names == [fmt.cell(key["name"]) for key in reversed(full["keys"])][: len(names)]
+    for key in full["keys"][:: max(1, len(full["keys"]) // 5)]:
+        given = marked(open_page("keys", admin, full, id=key["id"]))
         if _ACTIVE.search(key["name"]):
             assert key["name"] not in given, key["name"]
-    assert "<script>" not in marked(open_page("tenants", admin, id=tenant["id"]))
+    assert "<img" not in marked(open_page("tenants", admin, id=full["id"]))
 
 
 ACTIVE = re.compile(
