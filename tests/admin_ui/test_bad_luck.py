@@ -1,5 +1,8 @@
 """What goes wrong between people and pages, in a real browser: two of them at one form, clicks that come twice, a connection
-that breaks, a session that ends, a control API that is away."""
+that breaks, a session that ends, a control API that is away.
+
+The forms of two people and clicks that come twice are tried each time in Streamlit's driver (test_tenancy_pages.py).
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ def place(page: Page) -> str:
     return f"{parts.path}?{parts.query}"
 
 
+@pytest.mark.slow
 def test_two_browsers_at_one_form_see_what_differs_and_one_decides(
     platform: Stand,
     admin: Api,
@@ -85,6 +89,7 @@ def new_key(page: Page, console_url: str, tenant: dict[str, Any], name: str) -> 
     browser.write(page, "Name", name)
 
 
+@pytest.mark.slow
 def test_a_double_click_makes_one_key_whose_secret_is_shown(
     admin: Api, tenant: dict[str, Any], console_url: str, visitors: list[Page]
 ) -> None:
@@ -252,7 +257,8 @@ def test_a_cookie_that_leads_elsewhere_leads_nowhere(
     assert "a" not in answer.cookies
 
 
-@pytest.mark.parametrize("path", [pytest.param("keys", marks=pytest.mark.slow), "overview"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["keys", "overview"])
 def test_a_control_api_that_is_away_is_told_and_the_page_comes_back_by_itself(
     path: str,
     admin: Api,

@@ -79,7 +79,9 @@ def altered() -> Iterator[Altered]:
     made.close()
 
 
-@pytest.mark.parametrize("status", [403, 404, 409, 500])
+@pytest.mark.parametrize(
+    "status", [500, *(pytest.param(one, marks=pytest.mark.slow) for one in (403, 404, 409))]
+)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_control_api_that_refuses_is_quoted(
     path: str,

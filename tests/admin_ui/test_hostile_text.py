@@ -39,7 +39,7 @@ def test_keys_with_hostile_names_are_listed_and_opened_as_they_are(
         given = marked(open_page("keys", admin, full, id=key["id"]))
         if _ACTIVE.search(key["name"]):
             assert key["name"] not in given, key["name"]
-    assert "<img" not in marked(open_page("tenants", admin, id=full["id"]))
+    assert full["name"] not in marked(open_page("tenants", admin, id=full["id"]))
 
 
 ACTIVE = re.compile(
@@ -81,9 +81,7 @@ def hostile_page(
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(
-            first, marks=[] if first == SLICES[0] or first == SLICES[-1] else [pytest.mark.slow]
-        )
+        pytest.param(first, marks=[] if first == SLICES[0] else [pytest.mark.slow])
         for first in SLICES
     ],
 )
