@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,29 @@ def test_every_command_explains_itself_with_an_example(words: tuple[str, ...]) -
         code, output, _ = run(*words, "--help")
         assert code == 0
         assert "Example" in output
+
+
+@pytest.mark.parametrize("words", sorted(COMMANDS.keys() - PASSED_ON), ids=" ".join)
+def test_every_example_can_be_typed(words: tuple[str, ...]) -> None:
+    text = (COMMANDS[words].help or "").replace("\\\n", " ")
+    typed = [
+        # What follows in a pipe, a list or a substitution is another command.
+        re.split(r""" && | > | \| |\)(?="|$)""", line.partition("loraplex ")[2])[0]
+        for line in text.splitlines()
+        if re.match(r"""\s*((export|echo) "?)?(\w+=\S+ |\w+=\$\()*loraplex """, line)
+    ]
+
+    assert typed
+    wrong = []
+    for line in typed:
+        given = shlex.split(line)
+        assert tuple(given[: len(words)]) == words, line
+        try:
+            COMMANDS[words].make_context(words[-1], given[len(words) :])
+        except Exception as error:  # noqa: BLE001 - whatever the command line finds wrong with it
+            wrong.append(f"{line}: {error}")
+    # The files of an example need not be here.
+    assert [line for line in wrong if "does not exist" not in line] == []
 
 
 @pytest.mark.parametrize("words", sorted(PASSED_ON), ids=" ".join)
