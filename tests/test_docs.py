@@ -341,6 +341,22 @@ def test_figures_beside_peers_are_the_readmes() -> None:
             assert ours.strip().split(" (")[0] == cell, name
 
 
+def test_what_is_said_of_peers_has_a_source() -> None:
+    text = (ROOT / "docs/comparison.md").read_text()
+    sources = dict(re.findall(r"^\[([a-z-]+)\]: (https://\S+)$", text, re.MULTILINE))
+    table = text.split("| beyond speed |")[1].split("\n\n")[0].splitlines()[2:]
+
+    said = [cell.strip() for row in table for cell in row.strip("|").split("|")[2:]]
+    cited = [match[1] for cell in said if (match := re.search(r"\]\[([a-z-]+)\]$", cell))]
+    assert len(said) == 3 * len(table) >= 18
+    # What is not said at all needs none.
+    assert {cell for cell in said if "][" not in cell} == {"by your code", "not stated"}
+    assert set(cited) == set(sources)
+    for row in text.split("| technique | here |")[1].split("\n\n")[0].splitlines()[2:]:
+        # Whoever it is from, it says so.
+        assert "(" not in row.split("|")[1] or "](https://" in row.split("|")[1], row
+
+
 @pytest.mark.slow
 def test_figures_of_batching_are_the_simulators() -> None:
     done = subprocess.run(
