@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from unittest import mock
 
 import pytest
 from loraplex_platform import reference
@@ -122,7 +124,11 @@ def done(folder: Path) -> Iterator[tuple[SampleApi, dict[str, Result]]]:
     """What became of every command: alone, for a tenant where that is a choice, and for programs."""
     env: dict[str, str | None] = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
     results = {}
-    with SampleApi(reference.control_document(), FIXED) as api:
+    # A client loads the system's certificates, which takes longer than the rest of a command.
+    context = mock.patch(
+        "httpx._transports.default.create_ssl_context", return_value=ssl.create_default_context()
+    )
+    with SampleApi(reference.control_document(), FIXED) as api, context:
         env |= {"LORAPLEX_CONTROL_URL": api.url, "LORAPLEX_ADMIN_KEY": "x", "COLUMNS": "200"}
         env |= {"XDG_STATE_HOME": str(folder)}
         for words in ASKS:
