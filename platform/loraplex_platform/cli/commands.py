@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli import (
     adapter_commands,
+    alert_commands,
     audit_commands,
     backup_commands,
     bench_commands,
@@ -67,6 +68,7 @@ app.command()(limit_commands.explain)
 app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
+app.command(rich_help_panel=_OPERATION)(alert_commands.alerts)
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
 app.command(rich_help_panel=_OPERATION)(plan_commands.plan)

@@ -15,6 +15,7 @@ import structlog
 from fastapi import FastAPI
 from loraplex_engine.artifact import AdapterStore
 
+from loraplex_platform.alerts.routes import router as alerts_router
 from loraplex_platform.audit.routes import router as audit_router
 from loraplex_platform.billing.routes import routers as billing_routers
 from loraplex_platform.control import bootstrap, docs, health, housekeeping, login, oidc_login
@@ -153,6 +154,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         metering_router,
         *billing_routers,
         audit_router,
+        alerts_router,
         retention_router,
         erasure_router,
         webhooks.tenant_router,
