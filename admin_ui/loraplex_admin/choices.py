@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import streamlit as st
 
 from loraplex_admin import format as fmt
@@ -73,6 +75,26 @@ def _find(api: Api, name: str) -> Tenant | None:
         (one for one in api.tenants(search=name, limit=MAX_CHOICES)["data"] if one["slug"] == name),
         None,
     )
+
+
+def filtered(label: str, options: Mapping[str, str], *, key: str) -> str | None:
+    """Let the reader narrow the page's own list; None: to nothing. The choice is in the address, as `key`.
+
+    Args:
+        options: what may be chosen, each with its words.
+    """
+    chosen = st.selectbox(
+        label,
+        ["any", *options],
+        format_func=lambda option: options.get(option, "any"),
+        key=key,
+        bind="query-params",
+    )
+    wanted = chosen if chosen in options else None
+    if st.session_state.setdefault(f"{key}_before", wanted) != wanted:
+        st.session_state[f"{key}_before"] = wanted
+        address.put(after=None, id=None)
+    return wanted
 
 
 def fresh(name: str) -> str:

@@ -17,6 +17,7 @@ from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.resources import Row
 
 _SECTIONS = {"usage": "usage", "earlier": "from before", "adjustment": "credit or debit"}
+_STATUSES = {"draft": "draft", "final": "final", "void": "void"}
 _PROFILE = (
     Field("legal_name", "Legal name", max_chars=200),
     Field("address", "Address", "area", max_chars=1000),
@@ -50,11 +51,17 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("invoice.write")
     if tenant is not None:
         _balance(api, access, tenant)
+    wanted = choices.filtered("Status", _STATUSES, key="status")
     listing = Listing(
         "invoices",
-        fetch=lambda after=None: api.of_platform("invoices").page(after=after, tenant_id=tenant_id),
+        fetch=lambda **query: api.of_platform("invoices").page(
+            tenant_id=tenant_id, status=wanted, **query
+        ),
         columns=Columns(_cells, numbers=("total", "due"), wide=("number",)),
-        empty="There is no invoice yet. The first draft is made when the month ends"
+        search_label="Search invoices",
+        empty="No invoice is so. Choose *any* status."
+        if wanted
+        else "There is no invoice yet. The first draft is made when the month ends"
         + (", or now, below." if can_write and tenant else "."),
     )
     open_id = listing.show()

@@ -63,7 +63,7 @@ def render(api: Api, access: Access) -> None:
     st.subheader("What is set")
     listing = Listing(
         "limits",
-        fetch=lambda after=None: limits.page(after=after, tenant_id=tenant_id),
+        fetch=lambda **query: limits.page(tenant_id=tenant_id, **query),
         columns=Columns(
             lambda one: _cells(one, zone),
             numbers=("limit", "used", "held", "left"),
@@ -73,6 +73,7 @@ def render(api: Api, access: Access) -> None:
                 "begins anew": f"In the tenant's time zone ({zone}).",
             },
         ),
+        search_label="Search limits",
         empty="Nothing is limited here. "
         + (
             "Set a first limit below." if access.may("limit.write") else "The operator sets limits."

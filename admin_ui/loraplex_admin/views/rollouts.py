@@ -21,6 +21,15 @@ from loraplex_admin.resources import Collection, Row
 _BP = 10_000
 _ACTIVE = ("evaluating", "shadow", "canary")
 _STEPPING = ("shadow", "canary")
+_STATES = {
+    "draft": "draft",
+    "evaluating": "evaluating",
+    "shadow": "shadow",
+    "canary": "canary",
+    "promoted": "promoted",
+    "aborted": "aborted",
+    "rolled_back": "rolled back",
+}
 _STICKY = {
     "key": "an API key",
     "user": "a user, as requests name them",
@@ -46,9 +55,10 @@ def render(api: Api, access: Access) -> None:
     else:
         can_write, zone = access.may("rollout.write", tenant["id"]), tenant["billing_tz"]
     rollouts = api.owned(tenant, "rollouts")
+    wanted = choices.filtered("State", _STATES, key="state")
     listing = Listing(
         "rollouts",
-        fetch=lambda after=None: rollouts.page(after=after),
+        fetch=lambda **query: rollouts.page(state=wanted, **query),
         columns=Columns(
             lambda one: {
                 "deployment": fmt.cell(one["deployment"]),
@@ -63,7 +73,10 @@ def render(api: Api, access: Access) -> None:
             numbers=("canary's share",),
             wide=("deployment",),
         ),
-        empty="Nothing was rolled out yet. "
+        search_label="Search rollouts",
+        empty="No rollout is so. Choose *any* state."
+        if wanted
+        else "Nothing was rolled out yet. "
         + (
             "Make a second revision under *Deployments*, then a draft below."
             if can_write

@@ -300,6 +300,18 @@ async def series(
     return list(reversed((await session.scalars(newest)).all()))
 
 
+async def names_of_revisions(
+    session: AsyncSession, revision_ids: Sequence[UUID]
+) -> dict[UUID, tuple[str, int]]:
+    """Model id and number of each."""
+    rows = await session.execute(
+        select(DeploymentRevision.id, Deployment.public_name, DeploymentRevision.number)
+        .join(Deployment, Deployment.id == DeploymentRevision.deployment_id)
+        .where(DeploymentRevision.id.in_(revision_ids))
+    )
+    return {row[0]: (row[1], row[2]) for row in rows}
+
+
 # ---------------------------------------------------------------------------- the worker's
 
 _CLAIM = text("""

@@ -241,13 +241,16 @@ async def get_series(
     runs = await queries.series(session, owner.id, suite.id, limit)
     counts = await queries.status_counts(session, [run.id for run in runs])
     versions = await queries.versions_of_runs(session, [run.suite_version_id for run in runs])
+    names = await queries.names_of_revisions(session, [run.revision_id for run in runs])
     points = [
         SeriesPoint(
             run_id=format_id("eval_run", run.id),
             ended_at=run.ended_at,
             state=cast(RunState, run.state),
             suite_version=versions[run.suite_version_id][2],
+            deployment=names[run.revision_id][0],
             revision_id=format_id("deployment_revision", run.revision_id),
+            revision=names[run.revision_id][1],
             score=run.score,
             counts=counts[run.id],
             figures=run.summary.get("figures"),
