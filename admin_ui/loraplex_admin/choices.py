@@ -77,24 +77,40 @@ def _find(api: Api, name: str) -> Tenant | None:
     )
 
 
-def filtered(label: str, options: Mapping[str, str], *, key: str) -> str | None:
-    """Let the reader narrow the page's own list; None: to nothing. The choice is in the address, as `key`.
+def kept(
+    label: str,
+    options: Mapping[str, str],
+    *,
+    name: str,
+    key: str | None = None,
+    help: str | None = None,
+) -> str:
+    """A choice that is in the address as `name`; its first option is what an address without it means.
 
     Args:
         options: what may be chosen, each with its words.
     """
+    values = list(options)
+    before = address.get(name)
     chosen = st.selectbox(
         label,
-        ["any", *options],
-        format_func=lambda option: options.get(option, "any"),
-        key=key,
-        bind="query-params",
+        values,
+        index=values.index(before) if before in options else 0,
+        format_func=lambda value: options.get(value, value),
+        help=help,
+        key=key or name,
     )
-    wanted = chosen if chosen in options else None
-    if st.session_state.setdefault(f"{key}_before", wanted) != wanted:
-        st.session_state[f"{key}_before"] = wanted
+    address.put(**{name: chosen if chosen != values[0] else None})
+    return chosen
+
+
+def filtered(label: str, options: Mapping[str, str], *, name: str) -> str | None:
+    """Let the reader narrow the page's own list; None: to nothing. The choice is in the address."""
+    before = address.get(name)
+    chosen = kept(label, {"": "any", **options}, name=name, key=f"{name}_filter")
+    if (chosen or None) != before:
         address.put(after=None, id=None)
-    return wanted
+    return chosen or None
 
 
 def fresh(name: str) -> str:

@@ -47,10 +47,10 @@ def render(api: Api, access: Access) -> None:
             api, access, key="alerts_tenant", action="alert.read", allow_all=True
         )
     with middle:
-        kind = choices.filtered("Kind", KINDS, key="kind")
+        kind = choices.filtered("Kind", KINDS, name="kind")
     with right:
         span = choices.filtered(
-            "Time", {name: words for name, (words, _) in _SPANS.items()}, key="time"
+            "Time", {name: words for name, (words, _) in _SPANS.items()}, name="time"
         )
     zone = tenant["billing_tz"] if tenant else "UTC"
     slugs = {}

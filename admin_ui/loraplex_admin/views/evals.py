@@ -214,7 +214,7 @@ def _newest(series: list[Row], zone: str) -> None:
 def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -> None:
     st.subheader("Runs")
     runs, zone = api.of_tenant(tenant["id"], "eval-runs"), tenant["billing_tz"]
-    wanted = choices.filtered("State", {name: name for name in _RUN_STATES}, key="state")
+    wanted = choices.filtered("State", {name: name for name in _RUN_STATES}, name="state")
     listing = Listing(
         "runs",
         fetch=lambda **query: runs.page(state=wanted, **query),

@@ -51,7 +51,7 @@ def render(api: Api, access: Access) -> None:
     can_write = access.may("invoice.write")
     if tenant is not None:
         _balance(api, access, tenant)
-    wanted = choices.filtered("Status", _STATUSES, key="status")
+    wanted = choices.filtered("Status", _STATUSES, name="status")
     listing = Listing(
         "invoices",
         fetch=lambda **query: api.of_platform("invoices").page(

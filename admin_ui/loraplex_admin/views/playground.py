@@ -98,36 +98,31 @@ def _choose(
 ) -> _Asked | None:
     """A deployment and one of its revisions; both are in the address."""
     numbers = {one["name"]: one["revision"]["number"] for one in deployments}
-    name = st.selectbox(
+    names = {name: name for name in numbers}
+    name = choices.kept(
         "Beside it" if is_optional else "Deployment",
-        ["", *numbers] if is_optional else list(numbers),
-        format_func=lambda name: name or "nothing",
+        {"": "nothing", **names} if is_optional else names,
+        name="beside" if is_optional else "model",
         key=key,
-        bind="query-params",
     )
     if not name:
         return None
-    revisions = {
-        str(one["number"]): one
-        for one in api.of_tenant(tenant["id"], "deployments")
-        .under(name, "revisions")
-        .page()["data"]
-    }
-    number = st.selectbox(
+    page = api.of_tenant(tenant["id"], "deployments").under(name, "revisions").page()
+    revisions = {f"{name}@{one['number']}": one for one in page["data"]}
+    chosen = choices.kept(
         "Its revision",
-        ["", *revisions],
-        format_func=lambda number: (
-            _say_revision(revisions[number], tenant["billing_tz"])
-            if number in revisions
-            else f"what answers now (revision {numbers[name]})"
-        ),
+        {
+            "": f"what answers now (revision {numbers[name]})",
+            **{at: _say_revision(one, tenant["billing_tz"]) for at, one in revisions.items()},
+        },
+        name="beside_revision" if is_optional else "revision",
+        key=f"{key}_revision_{name}",
         help="The newest 50. An older one answers you alone: its clients notice nothing.",
-        key=f"{key}_revision",
-        bind="query-params",
     )
-    if number not in revisions:
+    if not chosen:
         return _Asked(name, f"deployment, revision {numbers[name]}")
-    return _Asked(name, f"deployment, revision {number}", revisions[number]["id"])
+    named = revisions[chosen]
+    return _Asked(name, f"deployment, revision {named['number']}", named["id"])
 
 
 def _say_revision(revision: Row, zone: str) -> str:

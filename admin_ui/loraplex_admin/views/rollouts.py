@@ -55,7 +55,7 @@ def render(api: Api, access: Access) -> None:
     else:
         can_write, zone = access.may("rollout.write", tenant["id"]), tenant["billing_tz"]
     rollouts = api.owned(tenant, "rollouts")
-    wanted = choices.filtered("State", _STATES, key="state")
+    wanted = choices.filtered("State", _STATES, name="state")
     listing = Listing(
         "rollouts",
         fetch=lambda **query: rollouts.page(state=wanted, **query),
