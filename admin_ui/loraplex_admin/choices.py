@@ -95,7 +95,7 @@ def kept(
     chosen = st.selectbox(
         label,
         values,
-        index=values.index(before) if before in options else 0,
+        index=values.index(before) if before is not None and before in options else 0,
         format_func=lambda value: options.get(value, value),
         help=help,
         key=key or name,

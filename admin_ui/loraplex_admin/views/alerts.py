@@ -100,7 +100,7 @@ def _alert(alert: Row, zone: str, access: Access) -> None:
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.markdown(
-                f"**{fmt.literal(KINDS.get(alert['kind'], alert['kind']))}**", width="content"
+                f"**{fmt.literal(cells(alert, zone)['kind'])}**", width="content"
             )
             status.badge(alert["severity"])
         st.markdown(fmt.literal(alert["summary"]))
