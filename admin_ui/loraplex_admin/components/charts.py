@@ -12,7 +12,7 @@ import streamlit as st
 
 from loraplex_admin import format as fmt
 
-_HEIGHT = 220
+_HEIGHT = 280
 # Legend and axis are within it.
 _SPLIT_HEIGHT = 120
 
@@ -67,8 +67,13 @@ def lines(
         alt.Chart(frame)
         .mark_line(point=True)
         .encode(
-            x=alt.X("at:T", title=f"time ({zone})", scale=alt.Scale(type="utc")),
-            y=alt.Y(f"{y}:Q", title=unit, scale=scale, axis=alt.Axis(format=form, tickCount=5)),
+            x=alt.X(
+                "at:T",
+                title=f"time ({zone})",
+                scale=alt.Scale(type="utc"),
+                axis=alt.Axis(format="%b %d %H:%M", labelOverlap=True, tickCount=6),
+            ),
+            y=alt.Y(f"{y}:Q", title=None, scale=scale, axis=alt.Axis(format=form, tickCount=5)),
             tooltip=[
                 alt.Tooltip("utcyearmonthdatehoursminutes(at):T", title=f"at ({zone})"),
                 *([alt.Tooltip(f"{series}:N", title="series")] if series else []),

@@ -80,13 +80,17 @@ def render(api: Api, access: Access) -> None:
         _alert(alert, zone, access)
 
 
+def _say_kind(kind: str) -> str:
+    return KINDS.get(kind, kind.replace("_", " "))
+
+
 def cells(alert: Row, zone: str) -> dict[str, Any]:
     """An alert as a table shows it."""
     return {
         "time": fmt.time(alert["at"], zone),
         "severity": alert["severity"],
-        "kind": KINDS.get(alert["kind"], alert["kind"].replace("_", " ")),
         "what": fmt.cell(alert["summary"]),
+        "kind": _say_kind(alert["kind"]),
     }
 
 
@@ -99,9 +103,7 @@ def _cells(alert: Row, slugs: dict[str, str], zone: str) -> dict[str, Any]:
 def _alert(alert: Row, zone: str, access: Access) -> None:
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.markdown(
-                f"**{fmt.literal(cells(alert, zone)['kind'])}**", width="content"
-            )
+            st.markdown(f"**{fmt.literal(_say_kind(alert['kind']))}**", width="content")
             status.badge(alert["severity"])
         st.markdown(fmt.literal(alert["summary"]))
         for subject in alert["subjects"]:

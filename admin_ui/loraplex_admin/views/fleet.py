@@ -51,7 +51,7 @@ def _load(replicas: list[dict[str, Any]]) -> None:
         charts.bars(
             [(name, stats["kv_usage"]) for name, stats in known],
             title="KV cache in use",
-            unit="share of blocks",
+            unit="% of blocks",
             empty="No replica answers.",
             key="fleet_kv",
             form="%",
@@ -63,6 +63,8 @@ def _load(replicas: list[dict[str, Any]]) -> None:
             unit="requests waiting",
             empty="No replica answers.",
             key="fleet_queue",
+            form="d",
+            least_end=5.0,
         )
     with right:
         charts.bars(

@@ -42,16 +42,19 @@ def render(api: Api, access: Access) -> None:
     """The list, the operator's tools, then the one that is open."""
     st.title("Invoices")
     choices.show_notice()
-    tenant = choices.tenant(
-        api, access, key="invoices_tenant", action="invoice.read", allow_all=access.is_operator
-    )
+    left, right = st.columns(2)
+    with left:
+        tenant = choices.tenant(
+            api, access, key="invoices_tenant", action="invoice.read", allow_all=access.is_operator
+        )
     if tenant is None and not access.is_operator:
         return
+    with right:
+        wanted = choices.filtered("Status", _STATUSES, name="status")
     tenant_id = tenant["id"] if tenant else None
     can_write = access.may("invoice.write")
     if tenant is not None:
         _balance(api, access, tenant)
-    wanted = choices.filtered("Status", _STATUSES, name="status")
     listing = Listing(
         "invoices",
         fetch=lambda **query: api.of_platform("invoices").page(
@@ -169,7 +172,7 @@ def _lines(invoice: Row) -> None:
         ],
         hide_index=True,
         column_config={
-            "what": st.column_config.TextColumn(width="large"),
+            "what": st.column_config.TextColumn(width="medium"),
             **{
                 name: st.column_config.TextColumn(alignment="right")
                 for name in ("quantity", "price", "amount")

@@ -40,22 +40,22 @@ def render(api: Api, _access: Access) -> None:
 
 def _figures(api: Api) -> None:
     now = api.overview()
-    first = st.columns(4)
+    first = st.columns(5)
     first[0].metric("Requests/s", f"{now['requests_per_s']:.2f}", border=True)
     first[1].metric("Tokens/s", f"{now['tokens_per_s']:.1f}", border=True)
     first[2].metric("Running", fmt.count(now["running"]), border=True)
     first[3].metric("Waiting", fmt.count(now["waiting"]), border=True)
-    second = st.columns(5)
+    first[4].metric(
+        "Failed, 5 min",
+        f"{fmt.count(now['recent_failed'])} of {fmt.count(now['recent_requests'])}",
+        border=True,
+        help="Requests of the last five minutes that ended in an error of ours; what limits refuse is none.",
+    )
+    second = st.columns(4)
     second[0].metric("KV cache in use", f"{now['kv_usage']:.1%}", border=True)
     second[1].metric("Resident adapters", fmt.count(now["resident_adapters"]), border=True)
     second[2].metric("Cost today", fmt.usd(now["cost_today_usd"]), border=True)
     second[3].metric(
-        "Failed, last 5 min",
-        f"{fmt.count(now['recent_failed'])} of {fmt.count(now['recent_requests'])}",
-        border=True,
-        help="Requests of callers that ended in an error of ours; what limits refuse is none.",
-    )
-    second[4].metric(
         "Tenants · deployments",
         f"{fmt.count(now['tenants'])} · {fmt.count(now['deployments'])}",
         border=True,

@@ -131,7 +131,8 @@ def _say_revision(revision: Row, zone: str) -> str:
         if revision["adapter_name"] is None
         else f"{revision['adapter_name']} v{revision['version']}"
     )
-    return f"revision {revision['number']} · {what} · {fmt.time(revision['created_at'], zone)}"
+    day, _, _rest = fmt.time(revision["created_at"], zone).partition(" ")
+    return f"revision {revision['number']} · {what} · {day}"
 
 
 @dataclass(slots=True)

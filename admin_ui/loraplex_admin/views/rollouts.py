@@ -44,9 +44,11 @@ def render(api: Api, access: Access) -> None:
     st.title("Rollouts")
     choices.show_notice()
     is_operator = access.may("platform_rollout.read")
-    tenant = choices.tenant(
-        api, access, key="rollouts_tenant", action="rollout.read", allow_all=is_operator
-    )
+    left, right = st.columns(2)
+    with left:
+        tenant = choices.tenant(
+            api, access, key="rollouts_tenant", action="rollout.read", allow_all=is_operator
+        )
     if tenant is None and not is_operator:
         return
     if tenant is None:
@@ -55,7 +57,8 @@ def render(api: Api, access: Access) -> None:
     else:
         can_write, zone = access.may("rollout.write", tenant["id"]), tenant["billing_tz"]
     rollouts = api.owned(tenant, "rollouts")
-    wanted = choices.filtered("State", _STATES, name="state")
+    with right:
+        wanted = choices.filtered("State", _STATES, name="state")
     listing = Listing(
         "rollouts",
         fetch=lambda **query: rollouts.page(state=wanted, **query),
