@@ -397,7 +397,17 @@ class AdminClient:
         """All objects of a list, page by page."""
         return self._pages(path, params)
 
-    def call(self, method: str, path: str, body: Json | None = None, **params: str) -> Json:
+    def text(self, path: str, **params: Any) -> str:  # noqa: ANN401 - the API's query parameters
+        """A GET whose answer is no JSON, such as CSV."""
+        return self._call("GET", path, params=params).text
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        **params: Any,  # noqa: ANN401 - the API's query parameters
+    ) -> Json:
         """One call; its answer, or {} where there is none.
 
         Raises:

@@ -80,8 +80,11 @@ async def strong(look: Look) -> Finding:
 
         try:
             kind = parse(admin).kind
-        except MalformedKeyError as error:
-            return fail(f"LORAPLEX_ADMIN_KEY is {error}", "loraplex keys mint-admin")
+        except MalformedKeyError:
+            return fail(
+                "LORAPLEX_ADMIN_KEY is no key (lpx_ak_...), or not whole",
+                "loraplex keys mint-admin",
+            )
         if kind != "ak":
             return fail("LORAPLEX_ADMIN_KEY is a tenant's key", "loraplex keys mint-admin")
     if weak:
