@@ -67,6 +67,9 @@ class Counting(httpx.BaseTransport):
         self.calls[request.url.path] += 1
         return self._inner.handle_request(request)
 
+    def close(self) -> None:
+        self._inner.close()
+
 
 def _script(path, api, access):  # AppTest runs its text alone
     from loraplex_admin.catalog import PAGES
