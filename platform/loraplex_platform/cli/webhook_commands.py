@@ -36,7 +36,11 @@ def create(
     url: Annotated[str, typer.Argument(help="https://... on the public internet.")],
     topic: Annotated[
         list[str] | None,
-        typer.Option("--topic", show_default="both", help="alert or invoice; may be repeated."),
+        typer.Option(
+            "--topic",
+            show_default="alert and invoice",
+            help="alert, invoice or rollout; may be repeated.",
+        ),
     ] = None,
     description: Annotated[str, typer.Option(help="For people.")] = "",
     tenant: OwnerOption = None,
