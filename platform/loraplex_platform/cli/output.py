@@ -39,7 +39,7 @@ def _print_table(texts: Sequence[Sequence[str]]) -> None:
     has_header = bool(texts) and all(cell == cell.upper() and cell for cell in texts[0])
     table = Table(box=None, pad_edge=False, show_header=has_header, header_style="bold")
     for name in texts[0] if texts else ():
-        table.add_column(Text(name) if has_header else None, overflow="fold")
+        table.add_column(Text(name) if has_header else "", overflow="fold")
     for row in texts[1:] if has_header else texts:
         table.add_row(*map(Text, row))  # a name may hold what rich takes for markup
     Console(highlight=False).print(table)

@@ -146,6 +146,45 @@ def test_the_self_check_tries_the_row_rule_of_a_model_here(tmp_path: Path) -> No
     assert "holds here" in found["machine.row_rule"]["found"]
 
 
+# What an engine's image does not have: of the platform's packages, those that the engine does not bring.
+NO_PLATFORM = """
+import sys
+ABSENT = {
+    "alembic", "argon2", "cronsim", "cryptography", "fastapi", "fpdf", "jsonschema_rs", "jwt", "psycopg", "psycopg_pool",
+    "pydantic_settings", "re2", "sqlalchemy", "starlette", "streamlit", "uvicorn",
+}
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NotInstalled())
+"""
+
+
+def test_where_only_an_engine_is_installed_its_part_is_looked_at(
+    tmp_path: Path, redis_url: str
+) -> None:
+    # As `docker compose exec engine loraplex doctor`.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(NO_PLATFORM)
+    folder = write_model(tmp_path)
+
+    code, found = doctor(
+        tmp_path,
+        PYTHONPATH=f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}",
+        LORAPLEX_ENGINE_MODEL_DIR=str(folder),
+        LORAPLEX_ENGINE_REDIS_URL=redis_url,
+        LORAPLEX_DATABASE_URL="postgresql://nobody@127.0.0.1:1/none",
+    )
+
+    assert {found[f"machine.{name}"]["status"] for name in ("torch", "kernels", "memory")} == {"ok"}
+    assert found["model.files"]["status"] == found["redis.reachable"]["status"] == "ok"
+    for name in ("database.reachable", "database.schema", "books.outbox"):
+        assert found[name]["status"] == "skipped"
+        assert "is not installed here" in found[name]["found"]
+    assert (code, [n for n, one in found.items() if "itself failed" in one["found"]]) == (0, [])
+
+
 async def test_a_kv_cache_that_no_machine_holds(ask: Ask, tmp_path: Path) -> None:
     model = {"LORAPLEX_MODEL_DIR": str(write_model(tmp_path))}
     fits = await ask("machine.memory", **model)
