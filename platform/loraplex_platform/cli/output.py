@@ -63,3 +63,8 @@ def moment_of(unix_s: int | None) -> str | None:
     from datetime import UTC, datetime
 
     return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%F %TZ")
+
+
+def printable(text: str) -> str:
+    """The text; what a terminal would act on as Python writes it, for names may hold anything."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
