@@ -120,6 +120,9 @@ def _money(platform: Stand, at: str, tenant_id: str, keys: list[dict[str, Any]])
         {"scope_kind": "tenant", "scope_id": tenant_id, "metric": "cost", "period": "month"}
         | {"value": "100.00"},
         {"scope_kind": "key", "scope_id": keys[0]["id"], "metric": "rpm", "value": "60"},
+        # Its alert comes with the first request.
+        {"scope_kind": "tenant", "scope_id": tenant_id, "metric": "requests", "period": "month"}
+        | {"value": "100", "alert_pct": [1]},
         {"scope_kind": "key", "scope_id": keys[1]["id"], "metric": "requests", "period": "day"}
         | {"value": "0"},
     ):

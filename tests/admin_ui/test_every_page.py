@@ -35,6 +35,7 @@ EMPTY = {
     "invoices": "There is no invoice yet",
     "requests": "No request yet",
     "audit": "Audit log",
+    "alerts": "Nothing has called for attention",
     "webhooks": "Nobody is told",
     "settings": "Settings",
 }

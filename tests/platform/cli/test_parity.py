@@ -46,6 +46,7 @@ MORE: dict[str, tuple[str, ...]] = {
     "tenants delete": ("--confirm 1",),
     "tenants schedule": ("--priority 1",),
     "tenants update": ("--name 1",),
+    "webhooks update": ("--description 1",),
     "usage": ("", "--csv", "--by model --start 2026-01-01 --end 2026-02-01 --model 1"),
 }
 # Arguments that are not just any text.
