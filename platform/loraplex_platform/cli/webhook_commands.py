@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.output import JsonOption, print_json
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -28,7 +28,6 @@ OwnerOption = Annotated[
     ),
 ]
 WebhookArgument = Annotated[str, typer.Argument(help="The webhook's id, whk_...")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 @app.command()
@@ -79,16 +78,17 @@ def list_webhooks(
       loraplex webhooks list -t acme
     """
     with open_admin(data_dir, control_url) as admin:
-        for webhook in admin.webhooks(_owner(admin, tenant)):
-            if as_json:
-                typer.echo(json.dumps(webhook))
-                continue
-            state = webhook["status"]
-            if state == "enabled" and webhook["failing_since"] is not None:
-                state = "failing"
-            typer.echo(
-                f"{webhook['id']}  {state:<9} {','.join(webhook['topics']):<14} {webhook['url']}"
-            )
+        found = admin.webhooks(_owner(admin, tenant))
+    if as_json:
+        print_json(found)
+        return
+    for webhook in found:
+        state = webhook["status"]
+        if state == "enabled" and webhook["failing_since"] is not None:
+            state = "failing"
+        typer.echo(
+            f"{webhook['id']}  {state:<9} {','.join(webhook['topics']):<14} {webhook['url']}"
+        )
 
 
 @app.command()
@@ -109,9 +109,12 @@ def deliveries(
     from itertools import islice
 
     with open_admin(data_dir, control_url) as admin:
-        found = admin.webhook_deliveries(_owner(admin, tenant), webhook)
-        for delivery in islice(found, limit):
-            typer.echo(json.dumps(delivery) if as_json else _line(delivery))
+        found = list(islice(admin.webhook_deliveries(_owner(admin, tenant), webhook), limit))
+    if as_json:
+        print_json(found)
+        return
+    for delivery in found:
+        typer.echo(_line(delivery))
 
 
 @app.command("test")

@@ -32,7 +32,7 @@ async def test_retention_is_shown_set_and_applied(stand: Stand) -> None:
     assert "400 days" in shown.out
     assert "100 days" in changed.out
     assert applied.out == "nothing was due\n"
-    rules = {rule["id"]: rule for rule in map(json.loads, as_json.out.splitlines())}
+    rules = {rule["id"]: rule for rule in json.loads(as_json.out)}
     assert rules["requests"]["keep_days"] == 100
     assert rules["audit_log"]["keep_days"] is None
     assert (short.code, "at least 62 days" in short.err) == (1, True)
@@ -44,7 +44,7 @@ async def test_webhooks_live_on_the_command_line(stand: Stand) -> None:
     async with commands(stand) as run:
         made = await run("webhooks", "create", "https://example.com/h", "-t", "acme")
         listed = await run("webhooks", "list", "-t", "acme", "--json")
-        webhook = json.loads(listed.out)["id"]
+        [webhook] = [one["id"] for one in json.loads(listed.out)]
         sent = await run("webhooks", "test", webhook, "-t", "acme")
         told = await run("webhooks", "deliveries", webhook, "-t", "acme")
         replayed = await run("webhooks", "replay", webhook, sent.out.strip(), "-t", "acme")
