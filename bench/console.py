@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -459,6 +459,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of every table; 0.05 for a try")
+    parser.add_argument("--requests", type=int, help="as many instead, for they take the longest")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     parser.add_argument(
         "--pick", default="", help="only lists and reports with this in their title"
@@ -470,6 +471,8 @@ def main() -> None:
         parser.error("--scale: pass a number above 0")
     configure_logging("warning", "console")
     sizes = Sizes().scaled(arguments.scale)
+    if arguments.requests is not None:
+        sizes = replace(sizes, requests=arguments.requests)
     with contextlib.ExitStack() as stack:
         folder = arguments.keep
         if folder is None:

@@ -172,7 +172,7 @@ _EVALS = (
     """
     insert into eval_results (id, run_id, tenant_id, case_index, case_id, status, reason, checks)
     select pg_temp.nth(16, n), pg_temp.nth(15, %(eval_runs)s), %(mine)s, n, 'case-' || n, 'pass', '',
-        '[]'
+        '{}'
     from generate_series(1, %(eval_results)s) n
     """,
 )
