@@ -33,8 +33,8 @@ from loraplex_platform.settings import (
     GatewaySettings,
     MigrationSettings,
     WorkerSettings,
-    read_variable,
 )
+from loraplex_platform.variables import read_variable
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 

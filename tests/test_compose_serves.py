@@ -23,7 +23,7 @@ import redis
 import yaml
 from loraplex_platform.deployment_secrets import make_secret_files
 from loraplex_platform.local.embedded import _redis_binary
-from loraplex_platform.settings import with_login
+from loraplex_platform.variables import with_login
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.compose import ROOT, PlainServices, filled_in, free_port

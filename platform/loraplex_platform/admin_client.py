@@ -235,6 +235,10 @@ class AdminClient:
         """Audit entries, newest first; filters as `GET /audit` takes them, None: not given."""
         return self._pages("/audit", {k: v for k, v in filters.items() if v is not None})
 
+    def alerts(self, **filters: Any) -> Iterator[Json]:  # noqa: ANN401 - the API's query parameters
+        """Alerts, newest first; filters as `GET /alerts` takes them, None: not given."""
+        return self._pages("/alerts", {k: v for k, v in filters.items() if v is not None})
+
     def audit_chains(self) -> list[Json]:
         """The newest row of every chain of the audit log."""
         return list(self._pages("/audit/chains"))

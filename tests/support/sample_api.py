@@ -60,6 +60,9 @@ class SampleApi:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # An answer goes out in one piece, and nobody waits for its second one.
+            wbufsize = -1
+            disable_nagle_algorithm = True
 
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))

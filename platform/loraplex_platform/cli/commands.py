@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli import (
     adapter_commands,
+    alert_commands,
     audit_commands,
     backup_commands,
     bench_commands,
@@ -73,6 +74,7 @@ app.command()(report_commands.usage)
 app.command()(report_commands.requests)
 app.command(rich_help_panel=_OPERATION)(report_commands.overview)
 app.command(rich_help_panel=_OPERATION)(fleet_commands.fleet)
+app.command(rich_help_panel=_OPERATION)(alert_commands.alerts)
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
 app.command(rich_help_panel=_OPERATION)(plan_commands.plan)

@@ -338,7 +338,7 @@ def series(
         return
     print_rows(
         [
-            ("ended", "run", "version", "revision", "state", "score", "cases"),
+            ("ENDED", "RUN", "VERSION", "REVISION", "STATE", "SCORE", "CASES"),
             *(_point_row(point) for point in found["data"]),
         ]
     )

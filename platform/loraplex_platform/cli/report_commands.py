@@ -208,6 +208,10 @@ def overview(
             ("requests a second", f"{found['requests_per_s']:.2f}"),
             ("output tokens a second", f"{found['tokens_per_s']:.1f}"),
             ("running, waiting", f"{found['running']}, {found['waiting']}"),
+            (
+                "failed in the last five minutes",
+                f"{found['recent_failed']} of {found['recent_requests']}",
+            ),
             ("KV cache in use", f"{found['kv_usage']:.0%}"),
             ("adapters in memory", found["resident_adapters"]),
             ("tenants, keys", f"{found['tenants']}, {found['keys']}"),

@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI
 from loraplex_engine.artifact import AdapterStore
 from starlette.routing import BaseRoute
 
+from loraplex_platform.alerts.routes import router as alerts_router
 from loraplex_platform.audit.routes import router as audit_router
 from loraplex_platform.billing.routes import routers as billing_routers
 from loraplex_platform.control import bootstrap, docs, health, housekeeping, login, oidc_login
@@ -126,6 +127,7 @@ def _routes() -> list[BaseRoute]:
         metering_router,
         *billing_routers,
         audit_router,
+        alerts_router,
         retention_router,
         erasure_router,
         webhooks.tenant_router,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
-from loraplex_platform.doctor import queries
 from loraplex_platform.doctor.findings import Catalogue, Finding, fail, ok, warn
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.ids import format_id
@@ -101,6 +100,8 @@ async def invariants(look: Look) -> Finding:
 
 @catalogue.check("books.leases", "every request that was begun is settled or runs")
 async def leases(look: Look) -> Finding:
+    from loraplex_platform.doctor import queries
+
     async with look.database() as database, database.sessions() as session:
         count, oldest_s, one = await queries.stuck_leases(session, LEASE_GRACE_S)
     if one is not None:

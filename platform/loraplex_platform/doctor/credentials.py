@@ -9,7 +9,7 @@ from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtErr
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.local.data_dir import read_json
 from loraplex_platform.local.errors import SettingError
-from loraplex_platform.settings import MIN_SECRET_CHARS
+from loraplex_platform.variables import MIN_SECRET_CHARS
 
 catalogue = Catalogue()
 

@@ -84,7 +84,7 @@ async def test_fleet_overview_and_models_tell_what_is_there(terminal: Terminal) 
     overview = await terminal.done("overview")
 
     assert fleet.splitlines()[1].split()[:4] == ["fake-0", "ready", "cpu", "float32"]
-    assert "tenants, keys           1, 0" in overview
+    assert ["tenants,", "keys", "1,", "0"] in [line.split() for line in overview.splitlines()]
     assert (await shown(terminal, "fleet"))["replicas"][0]["replica_id"] == "fake-0"
     assert (await shown(terminal, "overview"))["tenants"] == 1
     [model] = await shown(terminal, "models", "list")
@@ -121,7 +121,7 @@ async def test_a_tenant_is_shown_and_moved_to_another_zone(terminal: Terminal) -
 
     table = await terminal.done("tenants", "show", "acme")
     assert "Europe/Berlin" in table
-    assert "weight                   2.0" in table
+    assert ["weight", "2.0"] in [line.split() for line in table.splitlines()]
     assert (await shown(terminal, "tenants", "show", "acme"))["scheduling"]["weight"] == 2
     assert "IANA" in await terminal.refused("tenants", "update", "acme", "--billing-tz", "Mars")
     assert (await terminal.done("projects", "rename", "chat", "bot", "-t", "acme")).endswith(" bot")

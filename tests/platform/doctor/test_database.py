@@ -100,7 +100,7 @@ async def test_a_login_that_may_not_serve_is_named(
     with psycopg.connect(own_url, autocommit=True) as connection:
         connection.execute("create role a_stranger login")
     try:
-        from loraplex_platform.settings import with_login
+        from loraplex_platform.variables import with_login
 
         found = await ask("database.login", LORAPLEX_DATABASE_URL=with_login(own_url, "a_stranger"))
     finally:
