@@ -1,11 +1,10 @@
 """Every page in a real browser, by every role: it stands, nothing in a name comes alive, nothing is fetched from elsewhere.
 
-`LORAPLEX_SCREENSHOTS=folder` keeps pictures of all pages there: light, dark, narrow, empty and full.
+`--screenshots FOLDER` keeps pictures of all pages there: light, dark, narrow, empty and full.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.admin_ui.driver import access_of
 from tests.admin_ui.stand import Stand, cookie_of
 from tests.platform.control.stand import BASE
 from tests.support import browser
+from tests.support.screenshots import Pictures
 
 pytestmark = pytest.mark.browser
 
@@ -94,15 +94,14 @@ def enter(chromium: Browser, url: str, api: Api, **options: Any) -> tuple[Page, 
     return page, trouble
 
 
-def picture(page: Page, name: str) -> None:
-    folder = os.environ.get("LORAPLEX_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_each_role_sees_its_pages_and_they_stand(
-    role: str, platform: Stand, chromium: Browser, console_url: str, full: dict[str, Any]
+    role: str,
+    platform: Stand,
+    chromium: Browser,
+    console_url: str,
+    full: dict[str, Any],
+    pictures: Pictures,
 ) -> None:
     api = session_of(platform, full, role)
     access: Access = access_of(api)
@@ -117,7 +116,7 @@ def test_each_role_sees_its_pages_and_they_stand(
         assert not page.get_by_test_id("stException").count(), one.path
         refusals = page.get_by_test_id("stAlertContentError").all_inner_texts()
         assert not [text for text in refusals if "not allow" in text], (one.path, refusals)
-        picture(page, f"{role.replace(' ', '-')}-{one.path}")
+        pictures.take(page, f"{role.replace(' ', '-')}-{one.path}")
     assert trouble == []
     page.context.close()
 
@@ -130,17 +129,18 @@ def test_pages_are_as_wide_as_the_window_in_both_themes(
     chromium: Browser,
     console_url: str,
     full: dict[str, Any],
+    pictures: Pictures,
 ) -> None:
     page, trouble = enter(chromium, console_url, platform.api(), scheme=scheme, width=width)
     for one in PAGES:
         browser.visit(page, console_url, f"{one.path}?tenant={full['slug']}")
         wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert wide <= 0, one.path
-        picture(page, f"{scheme}-{width}-{one.path}")
+        pictures.take(page, f"{scheme}-{width}-{one.path}")
     # What is open is the widest: a key with a hostile name, and its forms.
     browser.visit(page, console_url, f"keys?tenant={full['slug']}&id={full['key']['id']}")
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-    picture(page, f"{scheme}-{width}-keys-open")
+    pictures.take(page, f"{scheme}-{width}-keys-open")
     assert trouble == []
     page.context.close()
 
@@ -164,7 +164,7 @@ def test_every_hostile_name_is_shown_and_none_comes_alive(
 
 
 def test_an_empty_tenant_is_told_what_to_do_next_on_every_page(
-    platform: Stand, chromium: Browser, console_url: str
+    platform: Stand, chromium: Browser, console_url: str, pictures: Pictures
 ) -> None:
     tenant = platform.tenant("empty")
     page, trouble = enter(chromium, console_url, platform.api())
@@ -174,7 +174,7 @@ def test_an_empty_tenant_is_told_what_to_do_next_on_every_page(
         began = time.monotonic()
         browser.visit(page, console_url, f"{one.path}?tenant={tenant['slug']}")
         slowest = max(slowest, (time.monotonic() - began, one.path))
-        picture(page, f"empty-{one.path}")
+        pictures.take(page, f"empty-{one.path}")
     print(f"slowest page: {slowest[1]}, {slowest[0]:.2f} s from address to standing")
     assert trouble == []
     page.context.close()

@@ -83,7 +83,7 @@ def render(api: Api, access: Access) -> None:
     with st.container(border=True):
         if rollout["state"] in _ACTIVE:
             # The rollout and both sides' figures.
-            live(lambda: _watch(rollouts, rollouts.get(open_id), zone), calls=2, every_s=4.0)
+            live(lambda: _follow(rollouts, rollout, zone), calls=2, every_s=4.0)
         else:
             _watch(rollouts, rollout, zone)
         if can_write:
@@ -119,7 +119,7 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
             "There is no deployment yet. Make one under *Deployments*.", icon=":material/lightbulb:"
         )
         return
-    with st.expander("New rollout", icon=":material/add:", key="new_rollout_box"):
+    with st.expander("New rollout", icon=":material/add:", key=choices.fresh("new_rollout_box")):
         made = forms.create(
             "new_rollout",
             (
@@ -170,6 +170,7 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     if made is not None:
         listing.go_to_start()
         listing.open(made["id"])
+        choices.empty("new_rollout_box")  # folds it: what was made is what is looked at next
         choices.rerun_with_notice("The draft is there. Nothing happens before it is started.")
 
 
@@ -194,6 +195,14 @@ def _body(form: Row) -> Row:
 
 
 # ----------------------------------------------------------------------------------- watch
+
+
+def _follow(rollouts: Collection, drawn: Row, zone: str) -> None:
+    """What is now; where its state is another one than the page was drawn with, all of the page anew: other buttons fit."""
+    rollout = rollouts.get(drawn["id"])
+    if any(rollout[name] != drawn[name] for name in ("state", "step", "is_paused")):
+        st.rerun()
+    _watch(rollouts, rollout, zone)
 
 
 def _watch(rollouts: Collection, rollout: Row, zone: str) -> None:
