@@ -38,8 +38,9 @@ from loraplex_platform.local.server_process import EmbeddedServer
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.policy import AttemptUsage
 from loraplex_platform.metering.records import Reservation, Settlement
-from loraplex_platform.settings import DatabaseSettings, MigrationSettings, with_login
+from loraplex_platform.settings import DatabaseSettings, MigrationSettings
 from loraplex_platform.tenancy import keys
+from loraplex_platform.variables import with_login
 from pydantic import SecretStr
 
 from bench.processes import free_port

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from loraplex_engine.server_cli import make_parser
 from loraplex_platform import reference
-from loraplex_platform.cli import app
+
+from tests.support.command_tree import COMMANDS, TREE, groups, options_of
 
 from tests.support import screenshots
 
@@ -133,48 +135,161 @@ def anchors(page: Path) -> set[str]:
 
 def commands() -> dict[tuple[str, ...], Any]:
     """Of the tree, groups too."""
-
-    def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-        yield words, command
-        for name, child in (getattr(command, "commands", None) or {}).items():
-            yield from walk(child, (*words, name))
-
-    return dict(walk(typer.main.get_command(app)))
+    return dict(groups(TREE)) | COMMANDS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_that_a_page_shows_is_one_with_its_flags(page: Path) -> None:
+def mistakes(shown: Iterable[str]) -> list[str]:
+    """Of commands as they are named in prose: those that there are not, and those without such a flag."""
     tree = commands()
-    text = page.read_text().replace("\\\n", " ")
-    if page.name == "reference.md":
-        pytest.skip("made from the tree itself")
-    shown = re.findall(
-        r"(?:^|[\s`;/]|exec \w+ )loraplex ((?:[a-z][\w-]*|--?[\w-]+)[^`\n;|]*)", text
-    )
     wrong = []
     for line in shown:
         words = line.split()
+        if "|" in words[0]:
+            continue  # several at once, as a module's header names them
         at: tuple[str, ...] = ()
         while len(at) < len(words) and (*at, words[len(at)]) in tree:
             at = (*at, words[len(at)])
-        if not at:
-            if words[0].startswith("-"):
-                at = ()
-            elif re.fullmatch(r"[a-z][a-z-]+", words[0]) and "`loraplex " + words[0] in text:
-                wrong.append(line)
-                continue
-            else:
-                continue  # prose: "the loraplex command"
-        flags = {word.split("=")[0] for word in words[len(at) :] if word.startswith("--")}
-        known = {flag for p in tree[at].params for flag in getattr(p, "opts", ())}
-        known |= {"--help", "--install-completion", "--show-completion"}
-        if at[:1] in {("engine",), ("bench",)}:
-            known |= {flag for a in make_parser({})._actions for flag in a.option_strings}
-            known |= {"--workload", "--rounds"}
-        if flags - known:
-            wrong.append(f"{line}: {sorted(flags - known)}")
+        rest = words[len(at) :]
+        is_group = at not in COMMANDS
+        if is_group and rest and not rest[0].startswith(("-", "COMMAND")):
+            wrong.append(f"{line}: no such command")
+            continue
+        flags = {word.split("=")[0] for word in rest if word.startswith("--")}
+        unknown = flags - flags_of(at)
+        if unknown:
+            wrong.append(f"{line}: {sorted(unknown)}")
+    return wrong
+
+
+def flags_of(at: tuple[str, ...]) -> set[str]:
+    """What may follow a command's words."""
+    known = options_of(commands()[at]) | {"--help", "--install-completion", "--show-completion"}
+    if at == ("engine",):  # it passes them on
+        known |= {flag for action in make_parser({})._actions for flag in action.option_strings}
+    if at[:1] == ("bench",):  # so does this; `bench` alone is `bench run`
+        text = (ROOT / "bench/run.py").read_text()
+        known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
+    return known
+
+
+def named_in(text: str) -> list[str]:
+    """Commands in backquotes, without the `loraplex`."""
+    return [
+        re.sub(r"\{[^}]*\}", "X", line).strip()
+        for line in re.findall(r"`loraplex(?: ([^`\n]+))?`", text)
+        if line
+    ]
+
+
+def typed_in(page: Path) -> list[str]:
+    """Commands in a page's blocks of code, as they are typed."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|;|\|", line):
+                typed = re.search(r"(?:^|\bexec \w+ |\(|\s)loraplex (-?[^#]+)", part)
+                if typed is not None:
+                    # What is far to the right explains it.
+                    found.append(re.split(r"\s{3,}(?!-)|>", typed[1])[0].strip())
+    return found
+
+
+WITH_COMMANDS = [
+    *(page for page in PAGES if page.name != "reference.md"),  # which is made from the tree itself
+    *sorted((ROOT / "docs/adr").glob("*.md")),
+    ROOT / "ARCHITECTURE.md",
+]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_every_command_that_a_page_names_is_one_with_its_flags(page: Path) -> None:
+    assert mistakes([*named_in(page.read_text()), *typed_in(page)]) == []
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_every_command_that_a_page_has_one_type_can_be_typed(page: Path) -> None:
+    wrong = []
+    for line in typed_in(page):
+        words = shlex.split(line)
+        at: tuple[str, ...] = ()
+        while len(at) < len(words) and (*at, words[len(at)]) in commands():
+            at = (*at, words[len(at)])
+        if at not in COMMANDS or at == ("engine",) or "..." in words:
+            continue  # a flag of `loraplex` itself; the engine's own are looked at above
+        try:
+            COMMANDS[at].make_context(at[-1], words[len(at) :])
+        except Exception as error:  # noqa: BLE001 - whatever the command line finds wrong with it
+            if "does not exist" not in str(error):  # a file of the example's
+                wrong.append(f"{line}: {error}")
 
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_every_module_target_and_path_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    roots = ("", "platform", "engine", "kernels", "admin_ui")
+
+    modules = [
+        name
+        for name in re.findall(r"\bpython -m ([a-z_][\w.]*\w)", text)
+        if name not in {"venv", "pip", "pytest"}
+        and not any(
+            (ROOT / root / name.replace(".", "/")).with_suffix(".py").exists()
+            or (ROOT / root / name.replace(".", "/") / "__main__.py").exists()
+            for root in roots
+        )
+    ]
+    made = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE)) - targets
+    # As they are named from the root of the repository.
+    named = re.findall(
+        r"(?<![\w/.])((?:docs|deploy|bench|tests|examples|migrations|platform|engine|kernels|admin_ui)"
+        r"/[\w./-]*[\w-])",
+        text,
+    )
+    missing = [path for path in named if "..." not in path and not list(ROOT.glob(f"{path}*"))]
+    assert (modules, made, missing) == ([], set(), [])
+
+
+def test_commands_are_found_in_pages() -> None:
+    typed = [line for page in WITH_COMMANDS for line in typed_in(page)]
+    named = [line for page in WITH_COMMANDS for line in named_in(page.read_text())]
+
+    assert len(typed) > 20
+    assert len(named) > 60
+    assert mistakes(["keys creat x", "keys create --nme x", "doctor --strict"]) == [
+        "keys creat x: no such command",
+        "keys create --nme x: ['--nme']",
+    ]
+
+
+def test_every_command_that_our_own_messages_name_is_one_with_its_flags() -> None:
+    wrong = []
+    for path in sorted((ROOT / "platform").rglob("*.py")):
+        text = re.sub(r'"\s*\n\s*f?"', "", path.read_text())  # a string over two lines
+        shown = named_in(text)
+        if path.parent.name == "doctor":
+            # Remedies are commands without backquotes.
+            shown += [
+                re.sub(r"\{[^}]*\}", "X", line).strip()
+                for line in re.findall(r"(?<![`\w.])loraplex ([a-z][\w -]*[\w])", text)
+                if not line.startswith("does not name")
+            ]
+        wrong += [f"{path.name}: {line}" for line in mistakes(map(until_prose, shown))]
+
+    assert not wrong, "\n".join(wrong)
+
+
+def until_prose(line: str) -> str:
+    """The words of a command, up to the sentence around it."""
+    words = line.split()
+    for count in range(len(words), 0, -1):
+        if tuple(words[:count]) in COMMANDS:
+            return " ".join(
+                [*words[:count], *(word for word in words[count:] if word.startswith("--"))]
+            )
+    return line
 
 
 def test_flags_of_the_engine_that_the_runbook_names_exist() -> None:
@@ -189,22 +304,26 @@ def test_flags_of_the_engine_that_the_runbook_names_exist() -> None:
     assert named - known == set()
 
 
-def test_the_reference_is_what_the_code_says() -> None:
-    # A process of its own: it reads no environment of the tests.
-    done = subprocess.run(
-        [sys.executable, "-m", "loraplex_platform.reference", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    """The reference as the code has it, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("LORAPLEX_")]:
+            patch.delenv(name)
+        return reference.render()
 
-    assert done.returncode == 0, done.stderr
+
+def test_the_reference_is_what_the_code_says(rendered: str) -> None:
+    is_current = reference.FILE.read_text() == rendered
+
+    assert is_current, "run python -m loraplex_platform.reference"
 
 
 def test_a_reference_that_is_not_current_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reference, "FILE", tmp_path / "reference.md")
+    monkeypatch.setattr(reference, "render", lambda: "as it is")
 
     missing = reference.main(["--check"])
     assert reference.main([]) == 0
@@ -215,15 +334,12 @@ def test_a_reference_that_is_not_current_is_noticed(
     assert "run python -m loraplex_platform.reference" in capsys.readouterr().err
 
 
-def test_every_route_and_command_is_in_the_reference() -> None:
-    text = reference.render()
-
-    for words, command in commands().items():
-        if getattr(command, "commands", None) is None:
-            assert f"| `{' '.join(words)}" in text, words
-    assert "`POST /v1/chat/completions`" in text
-    assert "`POST /admin/v1/tenants`" in text
-    assert "`LORAPLEX_KEY_PEPPER` | needed | gateway, control |" in text
+def test_every_route_and_command_is_in_the_reference(rendered: str) -> None:
+    for words in COMMANDS:
+        assert f"| `{' '.join(words)}" in rendered, words
+    assert "`POST /v1/chat/completions`" in rendered
+    assert "`POST /admin/v1/tenants`" in rendered
+    assert "`LORAPLEX_KEY_PEPPER` | needed | gateway, control |" in rendered
 
 
 def test_figures_beside_peers_are_the_readmes() -> None:
@@ -236,6 +352,22 @@ def test_figures_beside_peers_are_the_readmes() -> None:
         (told,) = [line for line in readme.splitlines() if line.startswith(f"| {start} |")]
         for cell, ours in zip(cells, told.strip("|").split("|")[1:], strict=True):
             assert ours.strip().split(" (")[0] == cell, name
+
+
+def test_what_is_said_of_peers_has_a_source() -> None:
+    text = (ROOT / "docs/comparison.md").read_text()
+    sources = dict(re.findall(r"^\[([a-z-]+)\]: (https://\S+)$", text, re.MULTILINE))
+    table = text.split("| beyond speed |")[1].split("\n\n")[0].splitlines()[2:]
+
+    said = [cell.strip() for row in table for cell in row.strip("|").split("|")[2:]]
+    cited = [match[1] for cell in said if (match := re.search(r"\]\[([a-z-]+)\]$", cell))]
+    assert len(said) == 3 * len(table) >= 18
+    # What is not said at all needs none.
+    assert {cell for cell in said if "][" not in cell} == {"by your code", "not stated"}
+    assert set(cited) == set(sources)
+    for row in text.split("| technique | here |")[1].split("\n\n")[0].splitlines()[2:]:
+        # Whoever it is from, it says so.
+        assert "(" not in row.split("|")[1] or "](https://" in row.split("|")[1], row
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class Overview(TypedDict):
     adapters: int
     deployments: int
     cost_today_usd: str
+    recent_requests: int
+    recent_failed: int
 
 
 class Tenant(TypedDict):
@@ -264,6 +266,10 @@ class Invariants(TypedDict):
 class ChatStream:
     """One answer as it comes: iterate over its pieces; `close` from any thread ends it.
 
+    Attributes:
+        request_id: `req_...`, once the answer has begun.
+        usage: `prompt_tokens` and `completion_tokens`, once it has ended well.
+
     Raises (while iterating):
         ApiError: a refusal, an error frame, or an end without `[DONE]`: the answer is incomplete.
         ApiUnreachableError: the connection failed. After `close`, iterating just ends.
@@ -276,6 +282,8 @@ class ChatStream:
         self._lock = threading.Lock()
         self._is_closed = False
         self._socket: socket.socket | None = None
+        self.request_id: str | None = None
+        self.usage: dict[str, Any] | None = None
 
     def close(self) -> None:
         """End the request; the engine stops, and what nobody reads is not billed."""
@@ -292,7 +300,7 @@ class ChatStream:
                 if answer.is_error:
                     answer.read()
                     _raise_refusal(answer)
-                yield from _contents(answer.iter_lines())
+                yield from self._contents(answer.iter_lines())
         except (ApiError, httpx.TransportError) as error:
             if self._is_closed:
                 return
@@ -302,6 +310,30 @@ class ChatStream:
         finally:
             with self._lock:
                 self._socket = None
+
+    def _contents(self, lines: Iterator[str]) -> Iterator[str]:
+        """Text pieces of a chat stream.
+
+        Raises:
+            ApiError: an error frame, or an end without `[DONE]`: the answer is incomplete.
+        """
+        for line in lines:
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            frame = json.loads(data)
+            if "error" in frame:
+                error = frame["error"]
+                raise ApiError(error["message"], status=502, code=error.get("code"), param=None)
+            if "id" in frame:
+                self.request_id = f"req_{str(frame['id']).rpartition('-')[2]}"
+            self.usage = frame.get("usage") or self.usage
+            for choice in frame["choices"]:
+                if piece := choice["delta"].get("content"):
+                    yield piece
+        raise ApiError("The answer broke off.", status=502, code="incomplete_stream", param=None)
 
     def _hold(self, answer: httpx.Response) -> None:
         # Closing a response while another thread reads it is not safe; ending its connection is.
@@ -544,14 +576,15 @@ class Api:
         *,
         max_tokens: int,
         temperature: float,
+        revision_id: str | None = None,
     ) -> ChatStream:
-        """An answer to iterate over; billed to the tenant like any request."""
-        body = {
+        """An answer to iterate over; billed to the tenant like any request. `revision_id`: else what answers now."""
+        body: Row = {
             "model": model,
             "messages": messages,
             "max_tokens": max_tokens,
             "temperature": temperature,
-        }
+        } | ({} if revision_id is None else {"revision_id": revision_id})
         return ChatStream(self._http, f"/tenants/{tenant_id}/playground", body)
 
     # ------------------------------------------------------------------------------ plumbing
@@ -631,25 +664,3 @@ def _raise_refusal(answer: httpx.Response) -> None:
     except (ValueError, KeyError, TypeError):
         message, code, param = f"The control API answered {answer.status_code}.", None, None
     raise ApiError(message, status=answer.status_code, code=code, param=param)
-
-
-def _contents(lines: Iterator[str]) -> Iterator[str]:
-    """Text pieces of a chat stream.
-
-    Raises:
-        ApiError: an error frame, or an end without `[DONE]`: the answer is incomplete.
-    """
-    for line in lines:
-        if not line.startswith("data: "):
-            continue
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            return
-        frame = json.loads(data)
-        if "error" in frame:
-            error = frame["error"]
-            raise ApiError(error["message"], status=502, code=error.get("code"), param=None)
-        for choice in frame["choices"]:
-            if piece := choice["delta"].get("content"):
-                yield piece
-    raise ApiError("The answer broke off.", status=502, code="incomplete_stream", param=None)

@@ -13,6 +13,7 @@ from loraplex_admin.access import Access
 from loraplex_admin.api import Api
 from loraplex_admin.views import (
     adapters,
+    alerts,
     audit,
     deployments,
     evals,
@@ -75,6 +76,7 @@ PAGES: Final = (
     Page("Money", "Invoices", "invoices", "receipt_long", "invoice.read", invoices.render),
     Page("Records", "Requests", "requests", "list_alt", "request.read", request_log.render),
     Page("Records", "Audit log", "audit", "history", "audit.read", audit.render),
+    Page("Records", "Alerts", "alerts", "notifications", "alert.read", alerts.render),
     Page("Records", "Webhooks", "webhooks", "webhook", "webhook.read", webhooks.render),
     Page("Settings", "Settings", "settings", "settings", "session.read", settings.render),
 )

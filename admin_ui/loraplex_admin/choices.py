@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import streamlit as st
 
 from loraplex_admin import format as fmt
@@ -73,6 +75,42 @@ def _find(api: Api, name: str) -> Tenant | None:
         (one for one in api.tenants(search=name, limit=MAX_CHOICES)["data"] if one["slug"] == name),
         None,
     )
+
+
+def kept(
+    label: str,
+    options: Mapping[str, str],
+    *,
+    name: str,
+    key: str | None = None,
+    help: str | None = None,
+) -> str:
+    """A choice that is in the address as `name`; its first option is what an address without it means.
+
+    Args:
+        options: what may be chosen, each with its words.
+    """
+    values = list(options)
+    before = address.get(name)
+    chosen = st.selectbox(
+        label,
+        values,
+        index=values.index(before) if before is not None and before in options else 0,
+        format_func=lambda value: options.get(value, value),
+        help=help,
+        key=key or name,
+    )
+    address.put(**{name: chosen if chosen != values[0] else None})
+    return chosen
+
+
+def filtered(label: str, options: Mapping[str, str], *, name: str) -> str | None:
+    """Let the reader narrow the page's own list; None: to nothing. The choice is in the address."""
+    before = address.get(name)
+    chosen = kept(label, {"": "any", **options}, name=name, key=f"{name}_filter")
+    if (chosen or None) != before:
+        address.put(after=None, id=None)
+    return chosen or None
 
 
 def fresh(name: str) -> str:

@@ -235,6 +235,10 @@ class AdminClient:
         """Audit entries, newest first; filters as `GET /audit` takes them, None: not given."""
         return self._pages("/audit", {k: v for k, v in filters.items() if v is not None})
 
+    def alerts(self, **filters: Any) -> Iterator[Json]:  # noqa: ANN401 - the API's query parameters
+        """Alerts, newest first; filters as `GET /alerts` takes them, None: not given."""
+        return self._pages("/alerts", {k: v for k, v in filters.items() if v is not None})
+
     def audit_chains(self) -> list[Json]:
         """The newest row of every chain of the audit log."""
         return list(self._pages("/audit/chains"))
@@ -393,7 +397,17 @@ class AdminClient:
         """All objects of a list, page by page."""
         return self._pages(path, params)
 
-    def call(self, method: str, path: str, body: Json | None = None, **params: str) -> Json:
+    def text(self, path: str, **params: Any) -> str:  # noqa: ANN401 - the API's query parameters
+        """A GET whose answer is no JSON, such as CSV."""
+        return self._call("GET", path, params=params).text
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        **params: Any,  # noqa: ANN401 - the API's query parameters
+    ) -> Json:
         """One call; its answer, or {} where there is none.
 
         Raises:

@@ -39,6 +39,7 @@ PREFIXES: Final = {
     "eval_run": "evr",
     "eval_result": "evc",
     "eval_schedule": "evd",
+    "alert": "alt",
 }
 
 _HEX_CHARS = 32

@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 FILE: Final = _ROOT / "docs" / "reference.md"
@@ -75,11 +78,16 @@ def _data_plane() -> Iterator[str]:
         yield f"| `{method.upper()} {path}` | {_line(operation)} |"
 
 
-def _control_api() -> Iterator[str]:
+def control_document() -> dict[str, Any]:
+    """The control API's OpenAPI document."""
+    return dict(_control_app().openapi())
+
+
+def _control_app() -> FastAPI:
     from loraplex_platform.control.app import create_app
     from loraplex_platform.settings import ControlSettings
 
-    app = create_app(
+    return create_app(
         ControlSettings.model_validate(
             {
                 "database_url": "postgresql://nobody@nowhere/none",
@@ -91,6 +99,10 @@ def _control_api() -> Iterator[str]:
             }
         )
     )
+
+
+def _control_api() -> Iterator[str]:
+    app = _control_app()
     actions = _actions(app)
     yield "Who: tenant roles that may, besides platform admins (and, where a route only reads, platform viewers)."
     by_tag: dict[str, list[str]] = {}
@@ -112,12 +124,13 @@ def _control_api() -> Iterator[str]:
         yield from rows
 
 
-def _actions(app: Any) -> dict[tuple[str, str], str]:  # noqa: ANN401 - FastAPI
+def _actions(app: FastAPI) -> dict[tuple[str, str], str]:
     """(method, path) -> who may."""
     from loraplex_platform.control.permissions import action_of
 
     found = {}
-    for route in app.routes:
+    for one in app.routes:
+        route: Any = one
         endpoint = getattr(route, "endpoint", None)
         action = None if endpoint is None else action_of(endpoint)
         if action is None:

@@ -11,7 +11,6 @@ import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import (
@@ -21,26 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-MIN_SECRET_CHARS = 32
-SECRETS_DIR = "LORAPLEX_SECRETS_DIR"
-
-
-def read_secret_files() -> dict[str, str]:
-    """LORAPLEX_* variables that lie in LORAPLEX_SECRETS_DIR, one a file, but those that are set."""
-    folder = os.environ.get(SECRETS_DIR)
-    if not folder or not Path(folder).is_dir():
-        return {}
-    found = {}
-    for path in sorted(Path(folder).glob("loraplex_*")):
-        name = path.name.upper()
-        if path.is_file() and name not in os.environ:
-            found[name] = path.read_text().strip()
-    return found
-
-
-def read_variable(name: str) -> str | None:
-    """One of them, from the environment or from its file; None: neither, or empty."""
-    return os.environ.get(name) or read_secret_files().get(name) or None
+from loraplex_platform.variables import MIN_SECRET_CHARS, SECRETS_DIR
 
 
 def _strong(value: SecretStr) -> SecretStr:
@@ -48,20 +28,6 @@ def _strong(value: SecretStr) -> SecretStr:
     if len(text) < MIN_SECRET_CHARS or len(set(text)) < 8:
         raise ValueError(f"must be at least {MIN_SECRET_CHARS} random characters")
     return value
-
-
-def with_login(url: str, user: str, password: str | None = None) -> str:
-    """The Postgres at `url`, reached as somebody else."""
-    parts = urlsplit(url)
-    # libpq also reads them from the query, where they win over those before the host.
-    query = "&".join(
-        pair
-        for pair in parts.query.split("&")
-        if unquote(pair.partition("=")[0]) not in ("user", "password")
-    )
-    login = quote(user, safe="") + ("" if password is None else ":" + quote(password, safe=""))
-    netloc = f"{login}@{parts.netloc.rpartition('@')[2]}"
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
 def _networks(text: str) -> str:

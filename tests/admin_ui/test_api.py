@@ -91,7 +91,7 @@ def test_a_session_that_is_over_is_nobody(platform: Stand) -> None:
     assert api.session() is None
     for token in ("", "made-up"):
         with Api(platform.control_url, token) as nobody:
-            assert nobody.current_user() is None
+            assert nobody.session() is None
 
 
 def test_refusals_keep_the_apis_words(platform: Stand, tenant: Any) -> None:
@@ -193,12 +193,15 @@ def test_comments_role_frames_and_usage_frames_are_no_text() -> None:
         {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
         piece("a"),
         piece(" b"),
-        {"choices": [], "usage": {}},
+        {"id": "chatcmpl-0a", "choices": [], "usage": {"prompt_tokens": 3}},
         "[DONE]",
     )
     api = answering(lambda _: httpx.Response(200, content=stream))
 
-    assert list(api.chat("t", "m", HELLO, max_tokens=9, temperature=0)) == ["a", " b"]
+    answer = api.chat("t", "m", HELLO, max_tokens=9, temperature=0)
+
+    assert list(answer) == ["a", " b"]
+    assert (answer.request_id, answer.usage) == ("req_0a", {"prompt_tokens": 3})
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

@@ -209,6 +209,12 @@ def test_a_suite_is_brought_run_read_case_by_case_and_compared(
     figures = {metric.label: metric.value for metric in opened.metric}
     assert (figures["In both"], figures["Same words"], figures["Score"]) == ("2", "2", "50.0%")
 
+    course = open_page("evals", admin, tenant, suites_id=second["suite_id"], runs_q="nobody")
+    assert "Score over time, by revision" in words(course)
+    [newest] = [row for row in records(course, "score") if "revision" in row]
+    assert newest["revision"] == "only-base, revision 1"
+    assert (newest["score"], newest["run"]) == ("50.0%", second["id"])
+
     fill(opened, new_schedule_name="nightly", new_schedule_cron="whenever")
     press(opened, "new_schedule_go")
     assert "cron" in words(opened)

@@ -59,6 +59,24 @@ def test_a_limit_is_set_read_with_its_exact_reset_changed_and_removed(
     assert admin.of_platform("limits").page(tenant_id=tenant["id"])["data"] == []
 
 
+def test_limits_and_invoices_are_searched_by_the_server_and_in_the_address(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    for metric in ("rpm", "concurrency"):
+        body = {"scope_kind": "tenant", "scope_id": tenant["id"], "metric": metric, "value": "9"}
+        platform.post("/limits", json=body)
+
+    some = open_page("limits", admin, tenant, q="concur")
+    none = open_page("limits", admin, tenant, q="nothing-like-it")
+    drafts = open_page("invoices", admin, tenant, status="final", q=tenant["slug"])
+
+    assert list(table(some, "limits")["counts"]) == ["requests at a time"]
+    assert table(none, "limits") is None
+    assert "Nothing here has that in its name" in words(none)
+    assert drafts.selectbox(key="status_filter").value == "final"
+    assert drafts.text_input(key="invoices_search").value == tenant["slug"]
+
+
 def test_a_rate_with_a_period_and_a_percent_that_is_none_are_said_before_anything_is_sent(
     admin: Api, tenant: dict[str, Any]
 ) -> None:

@@ -75,6 +75,27 @@ def test_an_adapter_is_uploaded_deployed_asked_and_taken_out(
     assert admin.deployments(tenant["id"])["data"] == []
 
 
+def test_the_base_and_two_revisions_answer_side_by_side_and_each_says_its_cost(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    version = platform.upload(tenant["id"], "capitals")["version"]["id"]
+    platform.deploy(tenant["id"], "town", version)
+    platform.deploy(tenant["id"], "town", None)
+    ask = open_page("playground", admin, tenant, beside="town", revision="town@1")
+    assert "3 answers are 3 requests of" in words(ask)
+
+    press(ask, "playground_ask")
+
+    assert [text.value for text in ask.text] == [BASE_ANSWER, ADAPTER_ANSWER, BASE_ANSWER]
+    labels = [one.value for one in ask.caption if "deployment, revision" in one.value]
+    assert labels == ["deployment, revision 1 · `town`", "deployment, revision 2 · `town`"]
+    costs = [one.value for one in ask.caption if "tokens, " in one.value]
+    assert len(costs) == 3
+    assert all("$0.0" in cost for cost in costs), costs
+    named = open_page("requests", admin, tenant, side="named")
+    assert list(table(named, "requests")["side"]) == ["named"]
+
+
 def test_an_adapter_that_was_not_probed_is_shown_without_answers(
     platform: Stand, admin: Api, tenant: dict[str, Any]
 ) -> None:

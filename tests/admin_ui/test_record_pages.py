@@ -43,6 +43,53 @@ def test_requests_are_listed_without_prompts_and_one_is_explained(
     assert "secret question" not in words(test)
 
 
+def test_a_request_is_found_by_its_id_and_contents_are_shown_to_nobody(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    admin.all_tenants.change(tenant["id"], {"replays_answers": True})
+
+    opted = open_page("requests", admin, tenant, request=f"req_{'0' * 32}")
+
+    assert "This tenant opted in" in words(opted)
+    assert "shown to nobody else" in words(opted)
+    assert opted.error
+
+
+def test_alerts_are_listed_filtered_in_the_address_and_opened(
+    platform: Stand, admin: Api, tenant: dict[str, Any]
+) -> None:
+    assert "Nothing has called for attention" in words(open_page("alerts", admin, tenant))
+    limit = platform.post(
+        "/limits",
+        json={
+            "scope_kind": "tenant",
+            "scope_id": tenant["id"],
+            "metric": "requests",
+            "period": "day",
+            "value": "2",
+            "hard": False,
+            "alert_pct": [50],
+        },
+    )
+    hello = [{"role": "user", "content": "hello"}]
+    "".join(admin.chat(tenant["id"], BASE, hello, max_tokens=9, temperature=0.0))
+    [alert] = admin.of_platform("alerts").page(tenant_id=tenant["id"])["data"]
+
+    listed = open_page("alerts", admin, tenant, kind="limit_threshold", id=alert["id"])
+    none = open_page("alerts", admin, tenant, kind="eval_changed")
+    member = platform.member(tenant["id"], "viewer")
+    everywhere = open_page("alerts", member)
+
+    [row] = table(listed, "alerts").to_dict("records")
+    assert row["what"].startswith("50 % of the limit on requests per day of your organization")
+    assert limit["id"] in words(listed)
+    assert table(none, "alerts") is None
+    assert "No alert is so" in words(none)
+    # Where a member chooses no tenant they see their own tenants' and nobody else's.
+    assert set(table(everywhere, "alerts")["tenant"]) == {tenant["slug"]}
+    assert "of the limit on requests" in str(records(open_page("overview", admin), "severity"))
+
+
 def test_the_audit_log_is_filtered_in_the_address_and_shows_what_changed(
     platform: Stand, admin: Api, tenant: dict[str, Any]
 ) -> None:

@@ -35,8 +35,8 @@ def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_p
     browser.go(page, "Adapters")
     browser.choose(page, "Tenant", "acme")
     page.get_by_text("Upload an adapter").click()
-    page.get_by_label("Adapter name").fill("matey")
-    page.get_by_label("Adapter name").press("Tab")
+    page.get_by_label("Adapter name").first.fill("matey")
+    page.get_by_label("Adapter name").first.press("Tab")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         browser.give(page, name, ADAPTER / name)
     page.get_by_role("button", name="Upload and check").click()
@@ -46,7 +46,10 @@ def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_p
 
     browser.go(page, "Deployments")
     page.get_by_text("Deploy", exact=True).first.click()
-    page.get_by_label("Model id").fill("matey")
+    model_id = page.get_by_role("textbox", name="Model id", exact=True)
+    model_id.fill("matey")
+    model_id.press("Tab")
+    browser.settle(page)
     browser.choose(page, "Answers with", "matey v1")
     page.get_by_role("button", name="Deploy", exact=True).click()
     page.get_by_text("from now on").wait_for()

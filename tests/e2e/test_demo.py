@@ -234,6 +234,17 @@ def test_loraplex_verify_is_all_green(demo_fleet: Fleet) -> None:
     assert "✗" not in result.stdout
 
 
+def test_loraplex_doctor_finds_nothing_wrong(demo_fleet: Fleet) -> None:
+    done = loraplex(demo_fleet, "doctor", "--strict", "--json")
+
+    checks = json.loads(done.stdout)["checks"]
+    unwell = {one["name"]: one["found"] for one in checks if one["status"] in ("warn", "fail")}
+    assert unwell == {}
+    assert done.returncode == 0
+    # There is no console here, and every other check was made.
+    assert [one["name"] for one in checks if one["status"] == "skipped"] == ["fleet.console"]
+
+
 async def test_an_adapter_of_your_own_answers_without_a_restart(
     demo_fleet: Fleet, acme: openai.AsyncOpenAI, tmp_path: Path
 ) -> None:

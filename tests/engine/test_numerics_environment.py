@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import loraplex_engine
 import pytest
 from loraplex_engine.numerics_environment import prepare_numerics, unlimited_environment
 
@@ -71,3 +75,22 @@ def test_a_child_may_be_given_all_that_the_cpu_has(tmp_path: Path) -> None:
     environment = unlimited_environment()
     assert environment is not None
     assert os.environ.items() - environment.items() == {("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")}
+
+
+def test_who_tells_them_has_loaded_nothing_that_listens() -> None:
+    folder = Path(loraplex_engine.__file__).parent
+    callers = [
+        ".".join(("loraplex_engine", *path.relative_to(folder).with_suffix("").parts))
+        for path in sorted(folder.rglob("*.py"))
+        if re.search(r"^ +prepare_numerics\(\)", path.read_text(), re.MULTILINE)
+    ]
+    assert {"loraplex_engine.server_cli", "loraplex_engine.inspection"} <= set(callers)
+
+    # One process for all: none of them may.
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; "
+    code += "print({'numpy', 'torch', 'scipy'} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *callers], capture_output=True, text=True, check=False
+    )
+
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")

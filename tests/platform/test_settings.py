@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from loraplex_platform.settings import with_login
+from loraplex_platform.variables import with_login
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 

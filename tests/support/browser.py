@@ -140,9 +140,10 @@ def choose(page: Page, label: str, option: str) -> None:
     for _ in range(_TRIES):
         page.get_by_role("combobox", name=label).first.click()
         with suppress(TimeoutError):
-            wanted.wait_for(timeout=DEADLINE_S * 1000 / _TRIES)
+            wanted.click(timeout=DEADLINE_S * 1000 / _TRIES)
             break
-    wanted.click()
+    else:
+        wanted.click()
     settle(page)
 
 

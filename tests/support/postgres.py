@@ -17,7 +17,8 @@ import psycopg
 from loraplex_platform.db import migrate
 from loraplex_platform.local.embedded import start_postgres
 from loraplex_platform.local.server_process import EmbeddedServer
-from loraplex_platform.settings import DatabaseSettings, MigrationSettings, with_login
+from loraplex_platform.settings import DatabaseSettings, MigrationSettings
+from loraplex_platform.variables import with_login
 from psycopg import sql
 
 _TEMPLATE = "loraplex_template"

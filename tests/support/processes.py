@@ -63,12 +63,14 @@ async def until(condition: Callable[[], bool], *, deadline_s: float = 20.0) -> N
             await asyncio.sleep(0.01)
 
 
-def wait_until(condition: Callable[[], bool], *, deadline_s: float = 20.0) -> None:
+def wait_until(
+    condition: Callable[[], bool], *, deadline_s: float = 20.0, interval_s: float = 0.01
+) -> None:
     """As `until`, for tests without an event loop."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+        time.sleep(interval_s)
 
 
 class Peer:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import altair as alt
 import pandas as pd
 import streamlit as st
 
-_HEIGHT = 220
+from loraplex_admin import format as fmt
+
+_HEIGHT = 280
 # Legend and axis are within it.
 _SPLIT_HEIGHT = 120
 
@@ -25,13 +28,17 @@ def lines(
     empty: str,
     key: str,
     form: str = "~s",
+    zone: str = "UTC",
+    domain: tuple[float, float] | None = None,
 ) -> None:
-    """A line for each series over time. `x` holds Unix seconds; times are shown as UTC.
+    """A line for each series over time. `x` holds Unix seconds; times are shown as the zone's clocks do.
 
     Args:
         unit: of `y`, beside the title and in the tooltip.
         empty: what to say while there are fewer than two points.
         form: d3's format of the axis.
+        zone: of the times.
+        domain: of `y`, where its ends are known.
     """
     known = [row for row in rows if row.get(y) is not None and row.get(x) is not None]
     st.markdown(f"**{title}** ({unit})")
@@ -40,18 +47,37 @@ def lines(
         return
     columns = [x, y, *([series] if series else [])]
     frame = pd.DataFrame([{name: row[name] for name in columns} for row in known])
-    frame["at"] = pd.to_datetime(frame[x], unit="s", utc=True)
-    colour = {"color": alt.Color(f"{series}:N", title=None)} if series else {}
+    # What a clock shows there, given as if it were UTC: shown so wherever the reader is.
+    frame["at"] = [
+        datetime.fromtimestamp(unix_s, fmt.zone(zone)).replace(tzinfo=UTC) for unix_s in frame[x]
+    ]
+    scale = alt.Undefined if domain is None else alt.Scale(domain=list(domain))
+    colour = (
+        {
+            "color": alt.Color(
+                f"{series}:N",
+                title=None,
+                legend=alt.Legend(orient="top", labelLimit=220, columns=3),
+            )
+        }
+        if series
+        else {}
+    )
     chart = (
         alt.Chart(frame)
         .mark_line(point=True)
         .encode(
-            x=alt.X("at:T", title="time (UTC)", scale=alt.Scale(type="utc")),
-            y=alt.Y(f"{y}:Q", title=unit, axis=alt.Axis(format=form, tickCount=5)),
+            x=alt.X(
+                "at:T",
+                title=f"time ({zone})",
+                scale=alt.Scale(type="utc"),
+                axis=alt.Axis(format="%b %d %H:%M", labelOverlap=True, tickCount=6),
+            ),
+            y=alt.Y(f"{y}:Q", title=None, scale=scale, axis=alt.Axis(format=form, tickCount=5)),
             tooltip=[
-                alt.Tooltip("utcyearmonthdatehoursminutes(at):T", title="at (UTC)"),
+                alt.Tooltip("utcyearmonthdatehoursminutes(at):T", title=f"at ({zone})"),
                 *([alt.Tooltip(f"{series}:N", title="series")] if series else []),
-                alt.Tooltip(f"{y}:Q", title=unit),
+                alt.Tooltip(f"{y}:Q", title=unit, format=form),
             ],
             **colour,
         )

@@ -170,8 +170,11 @@ class Listing:
 
     def _pager(self, page: Page[Any], after: str | None) -> None:
         """Keyset pages: on by the last id, back by where we came from, or to the start."""
-        if after is None and not page["has_more"]:
-            return
+        if after is None:
+            # Where we came from is over, also when a filter has led here.
+            st.session_state.pop(f"{self.name}_trail", None)
+            if not page["has_more"]:
+                return
         trail: list[str] = st.session_state.setdefault(f"{self.name}_trail", [])
         name = self._in_address("after")
         with st.container(horizontal=True):

@@ -11,7 +11,9 @@ from loraplex_admin import format as fmt
 _Colour = Literal["green", "orange", "red", "gray", "blue"]
 _COLOURS: Final[dict[str, _Colour]] = {
     **dict.fromkeys(("active", "enabled", "final", "ready", "passed", "promoted", "live"), "green"),
-    **dict.fromkeys(("suspended", "disabled", "draft", "queued", "paused", "draining"), "orange"),
+    **dict.fromkeys(
+        ("suspended", "disabled", "draft", "queued", "paused", "draining", "warning"), "orange"
+    ),
     **dict.fromkeys(("failed", "error", "timeout", "aborted", "rolled_back"), "red"),
     **dict.fromkeys(("running", "shadow", "canary", "evaluating"), "blue"),
 }

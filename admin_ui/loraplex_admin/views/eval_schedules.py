@@ -21,7 +21,7 @@ def show(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -
     schedules, zone = api.of_tenant(tenant["id"], "eval-schedules"), tenant["billing_tz"]
     listing = Listing(
         "schedules",
-        fetch=lambda after=None: schedules.page(after=after),
+        fetch=schedules.page,
         columns=Columns(
             lambda one: {
                 "name": fmt.cell(one["name"]),
@@ -35,6 +35,7 @@ def show(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -
             },
             wide=("runs next", "last trouble"),
         ),
+        search_label="Search schedules",
         empty="Nothing runs by itself. "
         + ("Schedule a suite below." if can_write and suites else "First there must be a suite."),
         is_main=False,

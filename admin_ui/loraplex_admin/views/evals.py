@@ -19,6 +19,7 @@ from loraplex_admin.resources import Row
 from loraplex_admin.views import eval_schedules
 
 _RUNNING = ("queued", "running")
+_RUN_STATES = (*_RUNNING, "passed", "failed", "error", "timeout", "cancelled")
 _MAX_FILE_BYTES = 4 << 20
 
 
@@ -44,7 +45,7 @@ def _suites(api: Api, tenant: Tenant, *, can_write: bool) -> dict[str, str]:
     st.subheader("Suites")
     listing = Listing(
         "suites",
-        fetch=lambda after=None: suites.page(after=after),
+        fetch=suites.page,
         columns=Columns(
             lambda one: {
                 "name": fmt.cell(one["name"]),
@@ -57,6 +58,7 @@ def _suites(api: Api, tenant: Tenant, *, can_write: bool) -> dict[str, str]:
             numbers=("version", "cases"),
             wide=("name",),
         ),
+        search_label="Search suites",
         empty="No suite yet. "
         + (
             "Bring a file of cases below, one line of JSON each."
@@ -147,19 +149,22 @@ def _suite(api: Api, tenant: Tenant, suite: Row, listing: Listing, *, can_write:
                 {
                     "at": one["ended_at"],
                     "score": one["score"],
-                    "version": f"v{one['suite_version']}",
+                    "revision": _say_revision(one),
                 }
                 for one in series
             ],
             x="at",
             y="score",
-            series="version",
-            title="Score over time",
-            unit="share of weights that passed",
+            series="revision",
+            title="Score over time, by revision",
+            unit="% of weights that passed",
             empty="A line needs two finished runs. Start one below.",
             key="suite_series",
-            form="%",
+            form=".0%",
+            zone=tenant["billing_tz"],
+            domain=(0.0, 1.0),
         )
+        _newest(series, tenant["billing_tz"])
         if (
             can_write
             and suite["owner"] == "tenant"
@@ -176,15 +181,43 @@ def _suite(api: Api, tenant: Tenant, suite: Row, listing: Listing, *, can_write:
             choices.rerun_with_notice(f"{fmt.code(suite['name'])} is deleted.")
 
 
+def _say_revision(point: Row) -> str:
+    return f"{fmt.cell(point['deployment'])}, revision {point['revision']}"
+
+
+def _newest(series: list[Row], zone: str) -> None:
+    """Of each revision the newest run, to be read off: a chart shows the course."""
+    newest = {_say_revision(one): one for one in series}
+    if not newest:
+        return
+    st.dataframe(
+        [
+            {
+                "revision": name,
+                "score": "–" if one["score"] is None else f"{one['score']:.1%}",
+                "state": one["state"],
+                "suite": f"v{one['suite_version']}",
+                "ended": fmt.time(one["ended_at"], zone),
+                "run": one["run_id"],
+            }
+            for name, one in reversed(newest.items())
+        ],
+        hide_index=True,
+        column_config={"score": st.column_config.TextColumn(alignment="right")},
+        key="suite_newest",
+    )
+
+
 # ------------------------------------------------------------------------------------ runs
 
 
 def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -> None:
     st.subheader("Runs")
     runs, zone = api.of_tenant(tenant["id"], "eval-runs"), tenant["billing_tz"]
+    wanted = choices.filtered("State", {name: name for name in _RUN_STATES}, name="state")
     listing = Listing(
         "runs",
-        fetch=lambda after=None: runs.page(after=after),
+        fetch=lambda **query: runs.page(state=wanted, **query),
         columns=Columns(
             lambda one: {
                 "suite": f"{fmt.cell(one['suite'])} v{one['suite_version']}",
@@ -202,7 +235,10 @@ def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) 
             numbers=("score",),
             wide=("suite", "cases"),
         ),
-        empty="Nothing has run yet. "
+        search_label="Search runs",
+        empty="No run is so. Choose *any* state."
+        if wanted
+        else "Nothing has run yet. "
         + ("Start a run below." if suites and can_write else "First there must be a suite."),
     )
     open_id = listing.show()

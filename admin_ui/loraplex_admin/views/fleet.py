@@ -37,7 +37,7 @@ def render(api: Api, access: Access) -> None:
             return
         _load(fleet["replicas"])
         for replica in fleet["replicas"]:
-            _replica(replica)
+            _replica(replica, fleet["adapters"])
 
     live(draw, calls=1)
     _drift(api)
@@ -51,7 +51,7 @@ def _load(replicas: list[dict[str, Any]]) -> None:
         charts.bars(
             [(name, stats["kv_usage"]) for name, stats in known],
             title="KV cache in use",
-            unit="share of blocks",
+            unit="% of blocks",
             empty="No replica answers.",
             key="fleet_kv",
             form="%",
@@ -63,6 +63,8 @@ def _load(replicas: list[dict[str, Any]]) -> None:
             unit="requests waiting",
             empty="No replica answers.",
             key="fleet_queue",
+            form="d",
+            least_end=5.0,
         )
     with right:
         charts.bars(
@@ -74,7 +76,7 @@ def _load(replicas: list[dict[str, Any]]) -> None:
         )
 
 
-def _replica(replica: dict[str, Any]) -> None:
+def _replica(replica: dict[str, Any], names: dict[str, list[str]]) -> None:
     id_, stats = replica["replica_id"], replica["stats"]
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
@@ -103,11 +105,11 @@ def _replica(replica: dict[str, Any]) -> None:
         )
         for column, (label, value) in zip(st.columns(len(figures)), figures, strict=True):
             column.metric(label, value)
-        _residency(replica)
+        _residency(replica, names)
         _load_times(stats)
 
 
-def _residency(replica: dict[str, Any]) -> None:
+def _residency(replica: dict[str, Any], names: dict[str, list[str]]) -> None:
     """Which adapter is in which tier: slots serve a step, host memory is a copy away from one."""
     stats = replica["stats"]
     digests: dict[str, set[str]] = {}
@@ -124,12 +126,14 @@ def _residency(replica: dict[str, Any]) -> None:
     st.dataframe(
         [
             {
-                "digest": digest.removeprefix("sha256:")[:16],
+                "adapter": fmt.cell(", ".join(names.get(digest, ()))) or "–",
+                "digest": fmt.digest(digest),
                 **{name: "●" if name in tiers else "" for name in _TIERS.values()},
             }
             for digest, tiers in sorted(digests.items(), key=lambda item: (-len(item[1]), item[0]))
         ],
         hide_index=True,
+        column_config={"adapter": st.column_config.TextColumn(width="large")},
         height=min(35 * (len(digests) + 1), 300),
         key=f"residency_{replica['replica_id']}",
     )
@@ -138,11 +142,18 @@ def _residency(replica: dict[str, Any]) -> None:
 def _load_times(stats: dict[str, Any]) -> None:
     """How long a load takes on the mean, and what is under way; from a store that is far it is seconds."""
     loads, seconds = stats["adapter_loads_total"], stats["adapter_load_seconds_total"]
-    mean = "no load yet" if not loads else f"{seconds / loads * 1000:,.0f} ms a load"
+    figures = (
+        ("Loads", fmt.count(loads)),
+        ("A load, on the mean", f"{seconds / loads * 1000:,.0f} ms" if loads else "–"),
+        ("Under way", fmt.count(stats["adapters_loading"])),
+        ("Failed", fmt.count(stats["adapter_load_failures_total"])),
+        ("Let go", fmt.count(stats["adapter_evictions_total"])),
+    )
+    for column, (label, value) in zip(st.columns(len(figures)), figures, strict=True):
+        column.metric(label, value)
     st.caption(
-        f"Loads: {fmt.count(loads)} ({mean}), {fmt.count(stats['adapter_load_failures_total'])} failed, "
-        f"{fmt.count(stats['adapters_loading'])} under way, {fmt.count(stats['adapter_evictions_total'])} let go · "
-        f"{fmt.size(stats['adapter_host_bytes'])} in memory, {fmt.count(stats['adapters_disk'])} copies on disk"
+        f"{fmt.size(stats['adapter_host_bytes'])} of adapters in memory, {fmt.count(stats['adapters_disk'])} copies "
+        f"on disk ({fmt.size(stats['adapter_disk_bytes'])})"
     )
 
 

@@ -17,6 +17,7 @@ from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.resources import Row
 
 _SECTIONS = {"usage": "usage", "earlier": "from before", "adjustment": "credit or debit"}
+_STATUSES = {"draft": "draft", "final": "final", "void": "void"}
 _PROFILE = (
     Field("legal_name", "Legal name", max_chars=200),
     Field("address", "Address", "area", max_chars=1000),
@@ -41,20 +42,29 @@ def render(api: Api, access: Access) -> None:
     """The list, the operator's tools, then the one that is open."""
     st.title("Invoices")
     choices.show_notice()
-    tenant = choices.tenant(
-        api, access, key="invoices_tenant", action="invoice.read", allow_all=access.is_operator
-    )
+    left, right = st.columns(2)
+    with left:
+        tenant = choices.tenant(
+            api, access, key="invoices_tenant", action="invoice.read", allow_all=access.is_operator
+        )
     if tenant is None and not access.is_operator:
         return
+    with right:
+        wanted = choices.filtered("Status", _STATUSES, name="status")
     tenant_id = tenant["id"] if tenant else None
     can_write = access.may("invoice.write")
     if tenant is not None:
         _balance(api, access, tenant)
     listing = Listing(
         "invoices",
-        fetch=lambda after=None: api.of_platform("invoices").page(after=after, tenant_id=tenant_id),
+        fetch=lambda **query: api.of_platform("invoices").page(
+            tenant_id=tenant_id, status=wanted, **query
+        ),
         columns=Columns(_cells, numbers=("total", "due"), wide=("number",)),
-        empty="There is no invoice yet. The first draft is made when the month ends"
+        search_label="Search invoices",
+        empty="No invoice is so. Choose *any* status."
+        if wanted
+        else "There is no invoice yet. The first draft is made when the month ends"
         + (", or now, below." if can_write and tenant else "."),
     )
     open_id = listing.show()
@@ -162,7 +172,7 @@ def _lines(invoice: Row) -> None:
         ],
         hide_index=True,
         column_config={
-            "what": st.column_config.TextColumn(width="large"),
+            "what": st.column_config.TextColumn(width="medium"),
             **{
                 name: st.column_config.TextColumn(alignment="right")
                 for name in ("quantity", "price", "amount")

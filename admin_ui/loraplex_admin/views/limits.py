@@ -63,7 +63,7 @@ def render(api: Api, access: Access) -> None:
     st.subheader("What is set")
     listing = Listing(
         "limits",
-        fetch=lambda after=None: limits.page(after=after, tenant_id=tenant_id),
+        fetch=lambda **query: limits.page(tenant_id=tenant_id, **query),
         columns=Columns(
             lambda one: _cells(one, zone),
             numbers=("limit", "used", "held", "left"),
@@ -73,6 +73,7 @@ def render(api: Api, access: Access) -> None:
                 "begins anew": f"In the tenant's time zone ({zone}).",
             },
         ),
+        search_label="Search limits",
         empty="Nothing is limited here. "
         + (
             "Set a first limit below." if access.may("limit.write") else "The operator sets limits."
@@ -142,14 +143,19 @@ def _cells(limit: Row, zone: str) -> dict[str, object]:
         "of": limit["scope_kind"],
         "counts": _name(limit),
         "limit": fmt.amount(limit["value"], unit),
-        "used": fmt.amount(use and use["used"], unit),
-        "held": fmt.amount(use and use["held"], unit),
-        "left": fmt.amount(use and use["remaining"], unit),
+        "left": _bare(use and use["remaining"], unit),
         "begins anew": fmt.reset(use["period_end"], zone, clock.time()) if use else "all the time",
+        "used": _bare(use and use["used"], unit),
+        "held": _bare(use and use["held"], unit),
         "refuses": "yes" if limit["hard"] else "no, it only alerts",
         "alerts at": ", ".join(f"{pct} %" for pct in limit["alert_pct"]) or "–",
         "of what": limit["scope_id"] or "the platform",
     }
+
+
+def _bare(value: str | None, unit: str) -> str:
+    """An amount beside another one that names its unit."""
+    return "–" if value is None else fmt.amount(value, unit).partition(" ")[0]
 
 
 def _name(limit: Row) -> str:
@@ -357,9 +363,9 @@ def _standing_cells(row: Row, zone: str) -> dict[str, object]:
         "of": f"{row['scope_kind']}{' (shared)' if row['is_shared'] else ''}",
         "counts": _name(row),
         "limit": fmt.amount(row["value"], unit),
-        "used": fmt.amount(row["used"], unit),
-        "held": fmt.amount(row["held"], unit),
-        "left": fmt.amount(row["remaining"], unit),
+        "left": _bare(row["remaining"], unit),
         "begins anew": fmt.reset(row["resets_at"], zone, clock.time()),
+        "used": _bare(row["used"], unit),
+        "held": _bare(row["held"], unit),
         "refuses": "yes" if row["hard"] else "no, it only alerts",
     }

@@ -11,7 +11,9 @@ from loraplex_admin.access import Access
 from loraplex_admin.api import Api
 from loraplex_admin.components import status
 from loraplex_admin.components.live import live
+from loraplex_admin.views import alerts
 
+_NUM_ALERTS = 5
 _COLUMN_HELP = {
     "mixed": "Steps with prefill and decode together.",
     "most in a step": "The most different adapters that one step has served.",
@@ -28,20 +30,27 @@ def render(api: Api, _access: Access) -> None:
 
     def draw() -> None:
         _figures(api)
+        _alerts(api)
         fleet = api.fleet()
         _replicas(fleet["replicas"])
         _gateways(fleet["gateways"])
 
-    live(draw, calls=2)
+    live(draw, calls=3)
 
 
 def _figures(api: Api) -> None:
     now = api.overview()
-    first = st.columns(4)
+    first = st.columns(5)
     first[0].metric("Requests/s", f"{now['requests_per_s']:.2f}", border=True)
     first[1].metric("Tokens/s", f"{now['tokens_per_s']:.1f}", border=True)
     first[2].metric("Running", fmt.count(now["running"]), border=True)
     first[3].metric("Waiting", fmt.count(now["waiting"]), border=True)
+    first[4].metric(
+        "Failed, 5 min",
+        f"{fmt.count(now['recent_failed'])} of {fmt.count(now['recent_requests'])}",
+        border=True,
+        help="Requests of the last five minutes that ended in an error of ours; what limits refuse is none.",
+    )
     second = st.columns(4)
     second[0].metric("KV cache in use", f"{now['kv_usage']:.1%}", border=True)
     second[1].metric("Resident adapters", fmt.count(now["resident_adapters"]), border=True)
@@ -50,6 +59,20 @@ def _figures(api: Api) -> None:
         "Tenants · deployments",
         f"{fmt.count(now['tenants'])} · {fmt.count(now['deployments'])}",
         border=True,
+    )
+
+
+def _alerts(api: Api) -> None:
+    page = api.of_platform("alerts").page(limit=_NUM_ALERTS)
+    st.subheader("Newest alerts")
+    if not page["data"]:
+        st.caption("None yet.")
+        return
+    st.dataframe(
+        [alerts.cells(one, "UTC") for one in page["data"]],
+        hide_index=True,
+        column_config={"what": st.column_config.TextColumn(width="large")},
+        key="overview_alerts",
     )
 
 

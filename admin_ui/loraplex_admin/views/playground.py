@@ -1,4 +1,7 @@
-"""Ask the base and two deployments the same thing, and watch the answers stream side by side."""
+"""Ask the base and two revisions the same thing, and watch the answers stream side by side.
+
+Each answer is a request of the tenant's like any other, at the gateway: what it costs is said before and after.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
+from decimal import Decimal
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
@@ -13,7 +17,8 @@ from streamlit.delta_generator import DeltaGenerator
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Deployment, Tenant
+from loraplex_admin.resources import Row
 
 _POLL_S = 0.05
 # How often a silent stream's clock is redrawn. Streamlit ends a script whose reader has left only
@@ -22,7 +27,7 @@ _REDRAW_S = 0.5
 
 
 def render(api: Api, access: Access) -> None:
-    """A prompt, a column for each who is asked, all streams at once."""
+    """Who is asked, a prompt, a column for each of them, all streams at once."""
     st.title("Playground")
     tenant = choices.tenant(api, access, key="playground_tenant", action="playground.use")
     if tenant is None:
@@ -35,17 +40,13 @@ def render(api: Api, access: Access) -> None:
         )
         return
     base = deployments[0]["base_model"]
-    numbers = {one["name"]: one["revision"]["number"] for one in deployments}
+    first, second = st.columns(2)
+    with first:
+        asked = [_Asked(base, "base"), _choose(api, tenant, deployments, "playground_model")]
+    with second:
+        asked.append(_choose(api, tenant, deployments, "playground_other", is_optional=True))
+    shown = [one for one in asked if one is not None]
     with st.form("ask"):
-        first, second = st.columns(2)
-        model = first.selectbox("Deployment", list(numbers), key="playground_model")
-        other = second.selectbox(
-            "Beside it",
-            ["", *numbers],
-            format_func=lambda name: name or "nothing",
-            help="Two revisions are compared under two model ids.",
-            key="playground_other",
-        )
         prompt = st.text_area(
             "Message", "What is the capital of France?", key="playground_prompt", height=80
         )
@@ -53,7 +54,10 @@ def render(api: Api, access: Access) -> None:
         max_tokens = left.slider("Most tokens", 8, 512, 64, key="playground_max_tokens")
         temperature = right.slider("Temperature", 0.0, 2.0, 0.0, key="playground_temperature")
         is_asked = st.form_submit_button("Ask", type="primary", key="playground_ask")
-    st.caption(f"Answers are billed to {fmt.code(tenant['slug'])} like any other request.")
+    st.caption(
+        f"{len(shown)} answers are {len(shown)} requests of {fmt.code(tenant['slug'])}: within its limits, at its "
+        "prices, on its next invoice. What each has cost stands below it."
+    )
     held = f"playground_answers_{tenant['id']}"
     if is_asked and not prompt.strip():
         st.warning("Write a message first.")
@@ -62,11 +66,9 @@ def render(api: Api, access: Access) -> None:
         _show_again(st.session_state.get(held, []))
         return
     st.session_state.pop(held, None)
-    asked = [(base, "base")]
-    asked += [(name, f"deployment, revision {numbers[name]}") for name in (model, other) if name]
     panels = [
-        _panel(column, api, tenant, name, label, prompt, max_tokens, temperature)
-        for column, (name, label) in zip(st.columns(len(asked)), asked, strict=True)
+        _panel(column, api, tenant, one, prompt, max_tokens, temperature)
+        for column, one in zip(st.columns(len(shown)), shown, strict=True)
     ]
     try:
         _follow(panels)
@@ -75,6 +77,62 @@ def render(api: Api, access: Access) -> None:
         for panel in panels:
             panel.stream.close()
         st.session_state[held] = [panel.answer for panel in panels]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Whom a column asks. `revision_id` None: what the model id's clients get now."""
+
+    model: str
+    label: str
+    revision_id: str | None = None
+
+
+def _choose(
+    api: Api,
+    tenant: Tenant,
+    deployments: list[Deployment],
+    key: str,
+    *,
+    is_optional: bool = False,
+) -> _Asked | None:
+    """A deployment and one of its revisions; both are in the address."""
+    numbers = {one["name"]: one["revision"]["number"] for one in deployments}
+    names = {name: name for name in numbers}
+    name = choices.kept(
+        "Beside it" if is_optional else "Deployment",
+        {"": "nothing", **names} if is_optional else names,
+        name="beside" if is_optional else "model",
+        key=key,
+    )
+    if not name:
+        return None
+    page = api.of_tenant(tenant["id"], "deployments").under(name, "revisions").page()
+    revisions = {f"{name}@{one['number']}": one for one in page["data"]}
+    chosen = choices.kept(
+        "Its revision",
+        {
+            "": f"what answers now (revision {numbers[name]})",
+            **{at: _say_revision(one, tenant["billing_tz"]) for at, one in revisions.items()},
+        },
+        name="beside_revision" if is_optional else "revision",
+        key=f"{key}_revision_{name}",
+        help="The newest 50. An older one answers you alone: its clients notice nothing.",
+    )
+    if not chosen:
+        return _Asked(name, f"deployment, revision {numbers[name]}")
+    named = revisions[chosen]
+    return _Asked(name, f"deployment, revision {named['number']}", named["id"])
+
+
+def _say_revision(revision: Row, zone: str) -> str:
+    what = (
+        "base"
+        if revision["adapter_name"] is None
+        else f"{revision['adapter_name']} v{revision['version']}"
+    )
+    day, _, _rest = fmt.time(revision["created_at"], zone).partition(" ")
+    return f"revision {revision['number']} · {what} · {day}"
 
 
 @dataclass(slots=True)
@@ -88,6 +146,7 @@ class _Answer:
     num_pieces: int = 0
     elapsed_s: float = 0.0
     error: str | None = None
+    cost: str | None = None  # in words, once it is on the books
     is_done: bool = False
 
 
@@ -105,36 +164,55 @@ def _panel(
     column: DeltaGenerator,
     api: Api,
     tenant: Tenant,
-    model: str,
-    label: str,
+    asked: _Asked,
     prompt: str,
     max_tokens: int,
     temperature: float,
 ) -> _Panel:
     stream = api.chat(
         tenant["id"],
-        model,
+        asked.model,
         [{"role": "user", "content": prompt}],
         max_tokens=max_tokens,
         temperature=temperature,
+        revision_id=asked.revision_id,
     )
     pieces: queue.Queue[str | Exception | None] = queue.Queue()
+    answer = _Answer(asked.label, asked.model)
 
     def read() -> None:
         try:
             for piece in stream:
                 pieces.put(piece)
+            answer.cost = _cost(api, stream)
             pieces.put(None)
         except (ApiError, ApiUnreachableError) as error:
             pieces.put(error)
 
-    answer = _Answer(label, model)
     with column.container(border=True):
         _head(answer)
         panel = _Panel(answer, st.empty(), st.empty(), stream, pieces)
     # A thread each: two answers must not wait for each other.
     threading.Thread(target=read, name="playground stream", daemon=True).start()
     return panel
+
+
+def _cost(api: Api, stream: ChatStream) -> str | None:
+    """What the books say: the request was settled before its answer ended."""
+    if stream.request_id is None or stream.usage is None:
+        return None
+    tokens = f"{stream.usage['prompt_tokens']:,} + {stream.usage['completion_tokens']:,} tokens"
+    try:
+        found = api.explain(stream.request_id)["answered_by"]
+    except (ApiError, ApiUnreachableError):
+        found = None
+    if found is None:
+        return f"{tokens}; what it cost is on the *Requests* page"
+    paid = sum(
+        (Decimal(line["amount_usd"]) for line in found["ledger"] if line["account"] == "revenue"),
+        Decimal(0),
+    )
+    return f"{tokens}, {fmt.usd(str(paid))}"
 
 
 def _follow(panels: list[_Panel]) -> None:
@@ -184,7 +262,8 @@ def _draw(answer: _Answer, text_place: DeltaGenerator, status_place: DeltaGenera
         status_place.error(fmt.literal(answer.error), icon=":material/error:")
         return
     state = "" if answer.is_done else " …"
-    status_place.caption(f"{answer.elapsed_s:.1f} s{state}")
+    cost = "" if answer.cost is None else f" · {answer.cost.replace('$', chr(92) + '$')}"
+    status_place.caption(f"{answer.elapsed_s:.1f} s{state}{cost}")
 
 
 def _show_again(answers: list[_Answer]) -> None:

@@ -9,12 +9,12 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api
+from loraplex_admin.api import Api, Tenant
 from loraplex_admin.components import address, explanation
 from loraplex_admin.components.listing import Columns, Listing
 
 _STATES = {"reserved": "running"}
-_ARMS = ("stable", "canary", "shadow", "pinned")
+_ARMS = ("stable", "canary", "shadow", "pinned", "named")
 
 
 def render(api: Api, access: Access) -> None:
@@ -29,6 +29,17 @@ def render(api: Api, access: Access) -> None:
     if tenant is None:
         slugs = {one["id"]: one["slug"] for one in api.tenants(limit=choices.MAX_CHOICES)["data"]}
     wanted = _filters()
+    typed = st.text_input(
+        "Request id",
+        max_chars=80,
+        key="request",
+        bind="query-params",
+        icon=":material/search:",
+        placeholder="req_…, the x-request-id of an answer",
+    ).strip()
+    if typed:
+        with st.container(border=True):
+            explanation.show(api, typed, zone)
     open_id = Listing(
         "requests",
         fetch=lambda after=None: api.requests(tenant_id=tenant_id, after=after, **wanted),
@@ -47,10 +58,21 @@ def render(api: Api, access: Access) -> None:
         if any(wanted.values())
         else "No request yet. Give a key's secret to who calls, or ask something on the *Playground*.",
     ).show()
-    st.caption("Newest first. Prompts and answers are stored nowhere.")
+    st.caption(_say_contents(tenant))
     if open_id is not None:
         with st.container(border=True):
             explanation.show(api, open_id, zone)
+
+
+def _say_contents(tenant: Tenant | None) -> str:
+    """Who opted in, and what that keeps; of no one is there a text that could be shown here."""
+    if tenant is None or not tenant["replays_answers"]:
+        return "Newest first. Prompts and answers are stored nowhere."
+    return (
+        "Newest first. Prompts are stored nowhere. This tenant opted in to replays: answers to requests with an "
+        "Idempotency-Key are kept for a day, sealed, for whoever repeats the request under that key. They are shown to "
+        "nobody else, and so not here."
+    )
 
 
 def _filters() -> dict[str, str | None]:

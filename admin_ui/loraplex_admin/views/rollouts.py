@@ -21,6 +21,15 @@ from loraplex_admin.resources import Collection, Row
 _BP = 10_000
 _ACTIVE = ("evaluating", "shadow", "canary")
 _STEPPING = ("shadow", "canary")
+_STATES = {
+    "draft": "draft",
+    "evaluating": "evaluating",
+    "shadow": "shadow",
+    "canary": "canary",
+    "promoted": "promoted",
+    "aborted": "aborted",
+    "rolled_back": "rolled back",
+}
 _STICKY = {
     "key": "an API key",
     "user": "a user, as requests name them",
@@ -35,9 +44,11 @@ def render(api: Api, access: Access) -> None:
     st.title("Rollouts")
     choices.show_notice()
     is_operator = access.may("platform_rollout.read")
-    tenant = choices.tenant(
-        api, access, key="rollouts_tenant", action="rollout.read", allow_all=is_operator
-    )
+    left, right = st.columns(2)
+    with left:
+        tenant = choices.tenant(
+            api, access, key="rollouts_tenant", action="rollout.read", allow_all=is_operator
+        )
     if tenant is None and not is_operator:
         return
     if tenant is None:
@@ -46,9 +57,11 @@ def render(api: Api, access: Access) -> None:
     else:
         can_write, zone = access.may("rollout.write", tenant["id"]), tenant["billing_tz"]
     rollouts = api.owned(tenant, "rollouts")
+    with right:
+        wanted = choices.filtered("State", _STATES, name="state")
     listing = Listing(
         "rollouts",
-        fetch=lambda after=None: rollouts.page(after=after),
+        fetch=lambda **query: rollouts.page(state=wanted, **query),
         columns=Columns(
             lambda one: {
                 "deployment": fmt.cell(one["deployment"]),
@@ -63,7 +76,10 @@ def render(api: Api, access: Access) -> None:
             numbers=("canary's share",),
             wide=("deployment",),
         ),
-        empty="Nothing was rolled out yet. "
+        search_label="Search rollouts",
+        empty="No rollout is so. Choose *any* state."
+        if wanted
+        else "Nothing was rolled out yet. "
         + (
             "Make a second revision under *Deployments*, then a draft below."
             if can_write

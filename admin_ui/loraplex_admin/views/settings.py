@@ -20,6 +20,7 @@ _KEPT = {
     "invariant_runs": "runs of the invariants",
     "webhook_deliveries": "deliveries of webhooks",
     "sessions": "logins that are over",
+    "alerts": "alerts",
 }
 
 

@@ -101,7 +101,7 @@ def _cells(tenant: Row) -> dict[str, object]:
         "name": fmt.cell(tenant["name"]),
         "status": tenant["status"],
         "time zone": tenant["billing_tz"],
-        "created": fmt.time(tenant["created_at"]),
+        "created": fmt.time(tenant["created_at"], tenant["billing_tz"]),
         "id": tenant["id"],
     }
 

@@ -20,6 +20,7 @@ _DAY_S = 86_400
 _TOPICS = {
     "alert": "alerts: thresholds of limits, webhooks that fail",
     "invoice": "invoices: issued and void ones",
+    "rollout": "rollouts: each step, and how they end",
 }
 _GRACES = {0: "at once", 3600: "in an hour", _DAY_S: "in a day", 7 * _DAY_S: "in 7 days"}
 

@@ -7,13 +7,13 @@ from datetime import date, datetime
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Row, Select, delete, exists, select, text
+from sqlalchemy import Row, Select, delete, exists, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from loraplex_platform.billing.rollups import USAGE_SOURCE
-from loraplex_platform.db import BillingProfile, Invoice, InvoiceLine, InvoiceSeries
+from loraplex_platform.db import BillingProfile, Invoice, InvoiceLine, InvoiceSeries, Tenant
 
 FIRST_DAY: Final = date(1970, 1, 1)
 
@@ -166,6 +166,25 @@ def invoices_of(tenant_id: UUID | None) -> Select[Invoice]:
     """A tenant's invoices and credit notes; None: everybody's."""
     statement = select(Invoice)
     return statement if tenant_id is None else statement.where(Invoice.tenant_id == tenant_id)
+
+
+def named(statement: Select[Invoice], search: str) -> Select[Invoice]:
+    """Only those whose number, or whose customer's name, holds this."""
+    piece = search.strip()
+    customer = select(Tenant.id).where(
+        Tenant.id == Invoice.tenant_id,
+        or_(
+            Tenant.slug.icontains(piece, autoescape=True),
+            Tenant.name.icontains(piece, autoescape=True),
+        ),
+    )
+    return statement.where(
+        or_(
+            Invoice.number.icontains(piece, autoescape=True),
+            Invoice.customer["name"].astext.icontains(piece, autoescape=True),
+            customer.exists(),
+        )
+    )
 
 
 async def lock_tenant(session: AsyncSession, tenant_id: UUID) -> None:

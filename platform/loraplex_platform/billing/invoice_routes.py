@@ -18,6 +18,7 @@ from loraplex_platform.billing.invoice_schemas import (
     BillingProfileResource,
     DraftRequest,
     InvoiceResource,
+    InvoiceStatus,
     InvoiceWithLines,
     NewBillingProfile,
     VoidRequest,
@@ -27,7 +28,7 @@ from loraplex_platform.billing.invoice_schemas import (
 )
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -73,10 +74,21 @@ async def _whole(session: DbSession, invoice: Invoice) -> InvoiceWithLines:
 @all_router.get("")
 @requires("invoice.read")
 async def list_all_invoices(
-    tenant: Annotated[UUID | None, Depends(_tenant_filter)], page: Paging, session: DbSession
+    tenant: Annotated[UUID | None, Depends(_tenant_filter)],
+    page: Paging,
+    session: DbSession,
+    status: Annotated[InvoiceStatus | None, Query(description="Only of this status.")] = None,
+    search: Search = None,
 ) -> ListPage[InvoiceResource]:
-    """Invoices and credit notes of all tenants that the caller may see, newest first."""
-    rows, has_more = await fetch(session, queries.invoices_of(tenant), Invoice.id, page, "invoice")
+    """Invoices and credit notes of all tenants that the caller may see, newest first. `search`: in the number
+    and in the customer's name.
+    """
+    statement = queries.invoices_of(tenant)
+    if status is not None:
+        statement = statement.where(Invoice.status == status)
+    if search and search.strip():
+        statement = queries.named(statement, search)
+    rows, has_more = await fetch(session, statement, Invoice.id, page, "invoice")
     return to_list(rows, has_more, show_invoice)
 
 

@@ -37,6 +37,9 @@ Month = Annotated[
 ]
 
 
+InvoiceStatus = Literal["draft", "final", "void"]
+
+
 class DraftRequest(Body):
     """The month to draft, or to draft again."""
 
@@ -127,7 +130,7 @@ class InvoiceResource(Resource):
     id: str
     tenant_id: str
     kind: Literal["invoice", "credit_note"]
-    status: Literal["draft", "final", "void"]
+    status: InvoiceStatus
     number: str | None = Field(description="null: a draft.")
     month: str
     period_start: UnixSeconds

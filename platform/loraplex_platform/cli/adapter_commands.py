@@ -14,7 +14,7 @@ from loraplex_platform.cli.options import (
     TenantOption,
     open_admin,
 )
-from loraplex_platform.cli.output import JsonOption, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 from loraplex_platform.cli.process_commands import exec_module
 
 IMPORT_POLL_S = 0.5
@@ -385,6 +385,79 @@ def merge(
     """
     arguments = [str(folder), "--model", model, "--out", str(out)]
     exec_module("loraplex_engine.merge", [*arguments, *(["--force"] if force else [])])
+
+
+@app.command()
+def show(
+    adapter: Annotated[str, typer.Argument(help="Name or id (adp_...) of the adapter.")],
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show an adapter with the report of its newest version.
+
+    Example:
+
+      loraplex adapters show support --tenant acme
+    """
+    from rich.console import Console
+
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        for listed in admin.adapters(tenant_id):
+            if adapter in (listed["id"], listed["name"]):
+                break
+        else:
+            raise CommandError(f"there is no adapter {adapter}: see `loraplex adapters list`")
+        found = admin.call("GET", f"/tenants/{tenant_id}/adapters/{listed['id']}")
+    if as_json:
+        print_json(found)
+        return
+    newest = max(found["versions"], key=lambda version: int(version["version"]))
+    _show_report(Console(highlight=False), found | {"version": newest})
+
+
+@app.command()
+def uploads(
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List a tenant's uploads, newest first; one that is open takes room until it is abandoned.
+
+    Example:
+
+      loraplex adapters uploads --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        found = list(admin.pages(f"/tenants/{tenant_id}/adapter-uploads"))
+    if as_json:
+        print_json(found)
+        return
+    rows = [(u["id"], u["name"], u["state"], moment_of(u["expires_at"])) for u in found]
+    print_rows([("UPLOAD", "NAME", "STATE", "UNTIL"), *rows])
+
+
+@app.command()
+def abandon(
+    upload: Annotated[str, typer.Argument(help="Its id, see `loraplex adapters uploads`.")],
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Throw away what has come of an upload that will not be ended.
+
+    Example:
+
+      loraplex adapters abandon upl_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        admin.call("DELETE", f"/tenants/{tenant_id}/adapter-uploads/{upload}")
+    typer.echo(f"abandoned {upload}")
 
 
 def _set_status(

@@ -10,7 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import EXIT_FAILED, CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import JsonOption, print_json
+from loraplex_platform.cli.output import JsonOption, print_json, printable
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="The audit log.")
 
@@ -146,6 +146,4 @@ def _line(entry: dict[str, Any]) -> str:
             f"{name}: {before.get(name)!r} -> {after.get(name)!r}"
             for name in dict.fromkeys([*before, *after])
         )
-    # Names may hold anything: what a terminal would act on is shown as it is written in Python.
-    text = f"{at:%Y-%m-%d %H:%M:%S}  {who:<36}  {entry['action']:<24}  {what}{changed}"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(f"{at:%Y-%m-%d %H:%M:%S}  {who:<36}  {entry['action']:<24}  {what}{changed}")

@@ -100,7 +100,7 @@ def restore(
         /backups/2026-11-30 --store-url s3://bucket/adapters
     """
     from loraplex_platform.backup.restore import restore_backup
-    from loraplex_platform.settings import read_variable
+    from loraplex_platform.variables import read_variable
 
     with ExitStack() as stack:
         if read_variable("LORAPLEX_DATABASE_URL"):
@@ -160,7 +160,7 @@ def _known_secrets(data_dir: Path) -> dict[str, str]:
     """Those of the environment, else of the local fleet."""
     from loraplex_platform.backup.manifest import NEEDED_SECRETS
     from loraplex_platform.local.data_dir import read_json
-    from loraplex_platform.settings import read_variable
+    from loraplex_platform.variables import read_variable
 
     stored = read_json(data_dir.expanduser() / "secrets.json") or {}
     found = {name: read_variable(f"LORAPLEX_{name.upper()}") for name in NEEDED_SECRETS}

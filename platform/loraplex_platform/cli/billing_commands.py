@@ -590,6 +590,72 @@ def save_invoice(
     typer.echo(f"{to}: {len(content)} bytes")
 
 
+@invoices.command("recipient")
+def recipient(
+    tenant: TenantOption,
+    legal_name: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Who is billed.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Lines, separated by '|'.")
+    ] = None,
+    email: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    tax_id: Annotated[str | None, typer.Option(show_default="as it is", help="Theirs.")] = None,
+    tax_label: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Such as VAT.")
+    ] = None,
+    tax_percent: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Such as 19 or 7.7.")
+    ] = None,
+    tax_note: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Below the sum.")
+    ] = None,
+    payment_days: Annotated[
+        int | None, typer.Option(min=0, show_default="as it is", help="Until it is due.")
+    ] = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show whom a tenant's invoices are made out to, or change it, from the next draft on.
+
+    Examples:
+
+      loraplex invoices recipient --tenant acme
+
+      loraplex invoices recipient --tenant acme --legal-name "Acme GmbH" --tax-percent 19
+    """
+    given = {
+        "legal_name": legal_name,
+        "address": None if address is None else address.replace("|", "\n"),
+        "email": email,
+        "tax_id": tax_id,
+        "tax_label": tax_label,
+        "tax_percent": tax_percent,
+        "tax_note": tax_note,
+        "payment_days": payment_days,
+    }
+    from loraplex_platform.admin_client import AdminApiError
+
+    changes = {field: value for field, value in given.items() if value is not None}
+    with open_admin(data_dir, control_url) as admin:
+        path = f"/tenants/{admin.tenant(tenant)['id']}/billing-profile"
+        now: dict[str, Any] = {}
+        etag = None
+        try:
+            now, etag = admin.read(path)
+        except AdminApiError as error:
+            if error.status != 404 or not changes:
+                raise
+        if changes:
+            kept = {field: now[field] for field in given if field in now}
+            now = admin.change("PUT", path, kept | changes, etag)
+    if as_json:
+        print_json(now)
+        return
+    print_rows([(field.replace("_", " "), now[field]) for field in given])
+
+
 def _book_id(admin: AdminClient, book: str) -> str:
     if book.startswith("prb_"):
         return book

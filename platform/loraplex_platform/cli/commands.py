@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli import (
     adapter_commands,
+    alert_commands,
     audit_commands,
     backup_commands,
     bench_commands,
@@ -25,6 +26,7 @@ from loraplex_platform.cli import (
     plan_commands,
     process_commands,
     reconcile_commands,
+    report_commands,
     retention_commands,
     rollout_commands,
     secret_commands,
@@ -33,7 +35,8 @@ from loraplex_platform.cli import (
     webhook_commands,
 )
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import DataDirOption, ToolFormat
+from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, ToolFormat, open_admin
+from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"
@@ -67,6 +70,11 @@ app.command()(limit_commands.explain)
 app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
+app.command()(report_commands.usage)
+app.command()(report_commands.requests)
+app.command(rich_help_panel=_OPERATION)(report_commands.overview)
+app.command(rich_help_panel=_OPERATION)(fleet_commands.fleet)
+app.command(rich_help_panel=_OPERATION)(alert_commands.alerts)
 app.add_typer(audit_commands.app, name="audit", rich_help_panel=_OPERATION)
 app.command(rich_help_panel=_OPERATION)(doctor_commands.doctor)
 app.command(rich_help_panel=_OPERATION)(plan_commands.plan)
@@ -264,6 +272,27 @@ def pull(
       loraplex models pull smollm2-135m
     """
     process_commands.exec_module("loraplex_engine.convert", ["pull", name])
+
+
+@models.command("list")
+def list_models(
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List the base models that control APIs have registered, newest first.
+
+    Example:
+
+      loraplex models list
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = list(admin.pages("/base-models"))
+    if as_json:
+        print_json(found)
+        return
+    rows = [(m["id"], m["name"], m["revision"][:19], moment_of(m["created_at"])) for m in found]
+    print_rows([("ID", "NAME", "REVISION", "SINCE"), *rows])
 
 
 app.command(

@@ -323,7 +323,12 @@ def series(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show a suite's finished runs over time, oldest first."""
+    """Show a suite's finished runs over time, oldest first.
+
+    Example:
+
+      loraplex eval series capitals -t acme --limit 20
+    """
     with open_admin(data_dir, control_url) as admin:
         suite_id = _find_suite(admin, _suites_path(admin, tenant), suite)["id"]
         path = f"{_tenant_path(admin, tenant)}/eval-series"
@@ -333,10 +338,30 @@ def series(
         return
     print_rows(
         [
-            ("ended", "run", "version", "revision", "state", "score", "cases"),
+            ("ENDED", "RUN", "VERSION", "REVISION", "STATE", "SCORE", "CASES"),
             *(_point_row(point) for point in found["data"]),
         ]
     )
+
+
+@app.command("delete")
+def delete_suite(
+    suite: SuiteArgument,
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Delete a suite that no schedule and no rollout names; its runs stay.
+
+    Example:
+
+      loraplex eval delete capitals -t acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        path = _suites_path(admin, tenant)
+        found = _find_suite(admin, path, suite)
+        admin.call("DELETE", f"{path}/{found['id']}")
+    typer.echo(f"deleted {found['name']} ({found['id']})")
 
 
 @app.command()

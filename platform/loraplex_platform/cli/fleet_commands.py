@@ -57,6 +57,46 @@ def list_builds(
     print_rows([("BUILD", "BASE", "DTYPE", "WEIGHTS", "FINGERPRINT", "REPLICAS", "SEEN"), *rows])
 
 
+def fleet(
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show the replicas and gateways that are there now: load, queue, memory, adapters.
+
+    Example:
+
+      loraplex fleet
+    """
+    with open_admin(data_dir, control_url) as admin:
+        found = admin.fleet()
+    if as_json:
+        print_json(found)
+        return
+    header = ("REPLICA", "STATE", "DEVICE", "DTYPE", "RUNNING", "WAITING", "KV", "ADAPTERS")
+    print_rows([(*header, "TOKENS/s", "FINGERPRINT"), *map(_replica_row, found["replicas"])])
+    rows = [(one["gateway_id"], moment_of(one["last_seen_at"])) for one in found["gateways"]]
+    print_rows([("GATEWAY", "SEEN"), *rows])
+
+
+def _replica_row(replica: Json) -> tuple[object, ...]:
+    stats = replica["stats"]
+    load: tuple[object, ...] = (None, None, None, None)
+    if stats is not None:
+        load = (
+            stats["num_running"],
+            stats["num_waiting"],
+            f"{stats['kv_usage']:.0%}",
+            len(stats["adapters_resident"]),
+        )
+    return (
+        *(replica[field] for field in ("replica_id", "state", "device", "dtype")),
+        *load,
+        f"{replica['generation_tokens_per_s']:.1f}",
+        replica["model_fingerprint"][:19],
+    )
+
+
 @residency.command("add")
 def add_residency(
     version: VersionArgument,

@@ -69,6 +69,53 @@ def invite(
     typer.echo(made["token"])
 
 
+@app.command()
+def invitations(
+    tenant: TenantOption,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List who was invited, newest first, and what became of it.
+
+    Example:
+
+      loraplex members invitations --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        found = list(admin.pages(f"/tenants/{tenant_id}/invitations"))
+    if as_json:
+        print_json(found)
+        return
+    rows = [(i["id"], i["email"], i["role"], i["status"], day_of(i["expires_at"])) for i in found]
+    print_rows([("ID", "E-MAIL", "ROLE", "STATUS", "UNTIL"), *rows])
+
+
+@app.command()
+def withdraw(
+    invitation: Annotated[str, typer.Argument(help="Its id (ivt_...), or the e-mail.")],
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Take an invitation back: its token lets nobody in any more.
+
+    Example:
+
+      loraplex members withdraw ada@example.com --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        path = f"/tenants/{admin.tenant(tenant)['id']}/invitations"
+        for found in admin.pages(path):
+            is_meant = found["email"] == invitation.lower() and found["status"] == "pending"
+            if found["id"] == invitation or is_meant:
+                admin.call("DELETE", f"{path}/{found['id']}")
+                typer.echo(f"withdrawn: {found['email']}, {found['role']}")
+                return
+    raise CommandError(f"{tenant} has no open invitation {invitation}")
+
+
 @app.command("list")
 def list_members(
     tenant: TenantOption,

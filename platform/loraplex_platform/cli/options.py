@@ -42,7 +42,7 @@ def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
     from loraplex_platform.admin_client import AdminClient
     from loraplex_platform.local.data_dir import DataDir, read_json
     from loraplex_platform.local.demo_file import read_state
-    from loraplex_platform.settings import read_variable
+    from loraplex_platform.variables import read_variable
 
     folder = DataDir(data_dir.expanduser().resolve())
     admin_key = read_variable("LORAPLEX_ADMIN_KEY")
@@ -73,7 +73,8 @@ def find_database(data_dir: Path, *, as_owner: bool = False) -> DatabaseSettings
         CommandError: neither is known.
     """
     from loraplex_platform.local.data_dir import DataDir, read_json
-    from loraplex_platform.settings import DatabaseSettings, read_variable, with_login
+    from loraplex_platform.settings import DatabaseSettings
+    from loraplex_platform.variables import read_variable, with_login
 
     if read_variable("LORAPLEX_DATABASE_URL"):
         return DatabaseSettings()  # type: ignore[call-arg] # filled from the environment

@@ -9,6 +9,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.output import JsonOption, print_json
 
 FOR_EVER = "forever"
 
@@ -22,7 +23,7 @@ def retention(
         list[str] | None,
         typer.Option("--set", metavar="NAME=DAYS", help="Keep NAME so long (or =forever)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
@@ -40,8 +41,6 @@ def retention(
 
       loraplex retention --apply
     """
-    import json
-
     wanted = [_parse(change) for change in changes or ()]
     with open_admin(data_dir, control_url) as admin:
         for name, days in wanted:
@@ -49,16 +48,16 @@ def retention(
         if not dry_run:
             deleted = admin.apply_retention()["deleted"]
             if as_json:
-                typer.echo(json.dumps({"deleted": deleted}))
+                print_json({"deleted": deleted})
             else:
                 told = ", ".join(f"{name}: {count}" for name, count in deleted.items())
                 typer.echo(f"deleted {told}" if told else "nothing was due")
             return
         rules = admin.retention()
+    if as_json:
+        print_json(rules)
+        return
     for rule in rules:
-        if as_json:
-            typer.echo(json.dumps(rule))
-            continue
         kept = "for ever" if rule["keep_days"] is None else f"{rule['keep_days']} days"
         due = f"{rule['rows_due']} rows due"
         if rule["months_due"]:

@@ -22,6 +22,8 @@ from loraplex_platform.cli.output import JsonOption, print_json, print_rows
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Tenants.")
 projects = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Projects of tenants.")
 
+_SCHEDULING = ("priority", "weight", "memory_weight", "max_adapters")
+
 TenantArgument = Annotated[str, typer.Argument(help="Slug or id of the tenant.")]
 
 
@@ -73,9 +75,45 @@ def list_tenants(
 
 
 @app.command()
+def show(
+    tenant: TenantArgument,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Show a tenant, and what is its own at the engines.
+
+    Example:
+
+      loraplex tenants show acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        path = f"/tenants/{admin.tenant(tenant)['id']}"
+        found = admin.call("GET", path)
+        scheduling = admin.call("GET", f"{path}/scheduling")
+    if as_json:
+        print_json(found | {"scheduling": scheduling})
+        return
+    print_rows(
+        [
+            *((field, found[field]) for field in ("id", "slug", "name", "status", "billing_tz")),
+            ("keeps answers for a day", "yes" if found["replays_answers"] else "no"),
+            *((field.replace("_", " "), scheduling[field]) for field in _SCHEDULING),
+        ]
+    )
+
+
+@app.command()
 def update(
     tenant: TenantArgument,
     name: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    billing_tz: Annotated[
+        str | None,
+        typer.Option(
+            show_default="as it is",
+            help="IANA zone whose days and months limits and invoices follow.",
+        ),
+    ] = None,
     replays_answers: Annotated[
         bool | None,
         typer.Option(
@@ -93,10 +131,10 @@ def update(
 
       loraplex tenants update acme --replays-answers
     """
-    given = {"name": name, "replays_answers": replays_answers}
+    given = {"name": name, "billing_tz": billing_tz, "replays_answers": replays_answers}
     changes = {field: value for field, value in given.items() if value is not None}
     if not changes:
-        raise CommandError("nothing to change: give --name or --replays-answers")
+        raise CommandError("nothing to change: give --name, --billing-tz or --replays-answers")
     with open_admin(data_dir, control_url) as admin:
         found = admin.tenant(tenant)
         admin.call("PATCH", f"/tenants/{found['id']}", changes)
@@ -156,8 +194,7 @@ def schedule(
         found = admin.tenant(tenant)
         shown = admin.call("PATCH", f"/tenants/{found['id']}/scheduling", changes)
     settings = ", ".join(
-        f"{name} {'none' if shown[name] is None else shown[name]}"
-        for name in ("priority", "weight", "memory_weight", "max_adapters")
+        f"{name} {'none' if shown[name] is None else shown[name]}" for name in _SCHEDULING
     )
     typer.echo(f"{found['slug']}: {settings}")
 
@@ -285,6 +322,28 @@ def list_projects(
         print_json(found)
         return
     print_rows([("ID", "NAME"), *((project["id"], project["name"]) for project in found)])
+
+
+@projects.command("rename")
+def rename_project(
+    project: Annotated[str, typer.Argument(help="Name or id (prj_...) of the project.")],
+    name: Annotated[str, typer.Argument(help="The new one.")],
+    tenant: TenantOption,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Give a project another name.
+
+    Example:
+
+      loraplex projects rename "chat assistant" assistant --tenant acme
+    """
+    with open_admin(data_dir, control_url) as admin:
+        tenant_id = admin.tenant(tenant)["id"]
+        project_id = project_id_of(admin, tenant_id, project)
+        path = f"/tenants/{tenant_id}/projects/{project_id}"
+        changed = admin.call("PATCH", path, {"name": name})
+    typer.echo(f"{project_id} is {changed['name']}")
 
 
 @projects.command("archive")

@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.output import JsonOption, day_of, print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -51,6 +52,34 @@ def create(
     with open_admin(data_dir, control_url) as admin:
         user = admin.create_user(email, password, role.value)
     typer.echo(user["id"])
+
+
+@app.command("list")
+def list_users(
+    search: Annotated[
+        str | None, typer.Option(show_default="all", help="Part of the address.")
+    ] = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """List the people who can log in, newest first.
+
+    Example:
+
+      loraplex users list --search ada
+    """
+    filters = {} if search is None else {"search": search}
+    with open_admin(data_dir, control_url) as admin:
+        found = list(admin.pages("/users", **filters))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (u["id"], u["email"], u["role"], day_of(u["created_at"]), day_of(u["disabled_at"]))
+        for u in found
+    ]
+    print_rows([("ID", "E-MAIL", "PLATFORM", "SINCE", "OFF SINCE"), *rows])
 
 
 @app.command()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex_platform.cli.errors import CommandGroup
+from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.output import JsonOption, print_json
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -28,7 +28,6 @@ OwnerOption = Annotated[
     ),
 ]
 WebhookArgument = Annotated[str, typer.Argument(help="The webhook's id, whk_...")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 @app.command()
@@ -36,7 +35,11 @@ def create(
     url: Annotated[str, typer.Argument(help="https://... on the public internet.")],
     topic: Annotated[
         list[str] | None,
-        typer.Option("--topic", show_default="both", help="alert or invoice; may be repeated."),
+        typer.Option(
+            "--topic",
+            show_default="alert and invoice",
+            help="alert, invoice or rollout; may be repeated.",
+        ),
     ] = None,
     description: Annotated[str, typer.Option(help="For people.")] = "",
     tenant: OwnerOption = None,
@@ -75,16 +78,17 @@ def list_webhooks(
       loraplex webhooks list -t acme
     """
     with open_admin(data_dir, control_url) as admin:
-        for webhook in admin.webhooks(_owner(admin, tenant)):
-            if as_json:
-                typer.echo(json.dumps(webhook))
-                continue
-            state = webhook["status"]
-            if state == "enabled" and webhook["failing_since"] is not None:
-                state = "failing"
-            typer.echo(
-                f"{webhook['id']}  {state:<9} {','.join(webhook['topics']):<14} {webhook['url']}"
-            )
+        found = admin.webhooks(_owner(admin, tenant))
+    if as_json:
+        print_json(found)
+        return
+    for webhook in found:
+        state = webhook["status"]
+        if state == "enabled" and webhook["failing_since"] is not None:
+            state = "failing"
+        typer.echo(
+            f"{webhook['id']}  {state:<9} {','.join(webhook['topics']):<14} {webhook['url']}"
+        )
 
 
 @app.command()
@@ -105,9 +109,12 @@ def deliveries(
     from itertools import islice
 
     with open_admin(data_dir, control_url) as admin:
-        found = admin.webhook_deliveries(_owner(admin, tenant), webhook)
-        for delivery in islice(found, limit):
-            typer.echo(json.dumps(delivery) if as_json else _line(delivery))
+        found = list(islice(admin.webhook_deliveries(_owner(admin, tenant), webhook), limit))
+    if as_json:
+        print_json(found)
+        return
+    for delivery in found:
+        typer.echo(_line(delivery))
 
 
 @app.command("test")
@@ -166,6 +173,41 @@ def rotate_secret(
         owner = _owner(admin, tenant)
         made = admin.act_on_webhook(owner, webhook, "rotate", {"grace_s": grace_s})
     typer.echo(made["secret"])
+
+
+@app.command()
+def update(
+    webhook: WebhookArgument,
+    url: Annotated[
+        str | None,
+        typer.Option(show_default="as it is", help="https://... on the public internet."),
+    ] = None,
+    topic: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--topic", show_default="as they are", help="Told of these alone; may be repeated."
+        ),
+    ] = None,
+    description: Annotated[
+        str | None, typer.Option(show_default="as it is", help="For people.")
+    ] = None,
+    tenant: OwnerOption = None,
+    data_dir: DataDirOption = Path(".loraplex"),
+    control_url: ControlUrlOption = None,
+) -> None:
+    """Change an address, or what it is told of; its secret and what is under way stay.
+
+    Example:
+
+      loraplex webhooks update whk_0197c5d2a1b27c3d8e4f5a6b7c8d9e0f --topic alert -t acme
+    """
+    given = {"url": url, "topics": topic, "description": description}
+    changes = {field: value for field, value in given.items() if value is not None}
+    if not changes:
+        raise CommandError("nothing to change: give --url, --topic or --description")
+    with open_admin(data_dir, control_url) as admin:
+        changed = admin.change_webhook(_owner(admin, tenant), webhook, changes)
+    typer.echo(f"{changed['id']}  {','.join(changed['topics'])}  {changed['url']}")
 
 
 @app.command()

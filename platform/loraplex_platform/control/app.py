@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -12,9 +13,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import structlog
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from loraplex_engine.artifact import AdapterStore
+from starlette.routing import BaseRoute
 
+from loraplex_platform.alerts.routes import router as alerts_router
 from loraplex_platform.audit.routes import router as audit_router
 from loraplex_platform.billing.routes import routers as billing_routers
 from loraplex_platform.control import bootstrap, docs, health, housekeeping, login, oidc_login
@@ -85,43 +88,14 @@ _DESCRIPTION = (
 )
 
 
-def create_app(settings: ControlSettings, *, passwords: Passwords | None = None) -> FastAPI:
-    """The app; its lifespan opens the database, registers the base model and finds the engines.
+@functools.cache
+def _routes() -> list[BaseRoute]:
+    """Every route, once for all apps of a process.
 
-    Args:
-        settings: of this process.
-        passwords: how passwords are hashed; tests pass cheap parameters.
+    FastAPI works out what a route takes and gives anew for each router that includes it, at its first
+    request: a second of work for all of them, which tests would pay for each of their apps.
     """
-    metrics = ControlMetrics()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            try:
-                context = await _open(stack, settings, metrics, passwords or Passwords())
-            except (BaseModelError, ModelFolderError, PlatformError, ValueError) as error:
-                log.error("control_cannot_start", reason=str(error))
-                raise
-            app.state.context = context
-            yield
-
-    app = FastAPI(
-        title="Loraplex control API",
-        description=_DESCRIPTION,
-        version=_version(),
-        lifespan=lifespan,
-        docs_url=None,  # FastAPI's page loads scripts from elsewhere; ours is docs.py
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    app.add_middleware(
-        RequestMiddleware,
-        metrics=metrics,
-        max_upload_bytes=settings.max_adapter_bytes + MULTIPART_OVERHEAD_BYTES,
-        is_upload=lambda path: _UPLOAD_PATH.fullmatch(path) is not None,
-        form_targets=(_origin(settings.console_url),),
-    )
-    install_error_handlers(app)
+    root = APIRouter()
     for router in (
         health.router,
         docs.router,
@@ -153,6 +127,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         metering_router,
         *billing_routers,
         audit_router,
+        alerts_router,
         retention_router,
         erasure_router,
         webhooks.tenant_router,
@@ -165,7 +140,48 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
         users.login_router,
         users.sessions_router,
     ):
-        app.include_router(router)
+        root.include_router(router)
+    return root.routes
+
+
+def create_app(settings: ControlSettings, *, passwords: Passwords | None = None) -> FastAPI:
+    """The app; its lifespan opens the database, registers the base model and finds the engines.
+
+    Args:
+        settings: of this process.
+        passwords: how passwords are hashed; tests pass cheap parameters.
+    """
+    metrics = ControlMetrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            try:
+                context = await _open(stack, settings, metrics, passwords or Passwords())
+            except (BaseModelError, ModelFolderError, PlatformError, ValueError) as error:
+                log.error("control_cannot_start", reason=str(error))
+                raise
+            app.state.context = context
+            yield
+
+    app = FastAPI(
+        title="Loraplex control API",
+        description=_DESCRIPTION,
+        version=_version(),
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's page loads scripts from elsewhere; ours is docs.py
+        redoc_url=None,
+        redirect_slashes=False,
+        routes=list(_routes()),
+    )
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=metrics,
+        max_upload_bytes=settings.max_adapter_bytes + MULTIPART_OVERHEAD_BYTES,
+        is_upload=lambda path: _UPLOAD_PATH.fullmatch(path) is not None,
+        form_targets=(_origin(settings.console_url),),
+    )
+    install_error_handlers(app)
     return app
 
 

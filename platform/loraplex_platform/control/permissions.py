@@ -73,6 +73,7 @@ ACTIONS: Final[Mapping[str, Action]] = {
         Action("limit.read", "tenant", _EVERYONE),
         Action("usage.read", "tenant", _EVERYONE),
         Action("invoice.read", "tenant", _PAYERS),
+        Action("alert.read", "tenant", _EVERYONE),
         Action("webhook.read", "tenant", _MANAGERS),
         Action("webhook.write", "tenant", _MANAGERS),
         Action("audit.read", "tenant", _MANAGERS),

@@ -1,5 +1,6 @@
 """The schema, as SQLAlchemy 2 typed models. Postgres is the only truth (DESIGN.md 4)."""
 
+from loraplex_platform.db.alerts import Alert
 from loraplex_platform.db.audit import (
     AuditHead,
     AuditLog,
@@ -80,6 +81,7 @@ __all__ = [
     "AdapterImport",
     "AdapterUpload",
     "AdapterVersion",
+    "Alert",
     "AlertFired",
     "ApiKey",
     "ApiKeySecret",

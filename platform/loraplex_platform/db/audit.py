@@ -96,11 +96,12 @@ class RetentionSetting(Base):
         CheckConstraint(
             "keep_days >= CASE name"
             " WHEN 'requests' THEN 62 WHEN 'audit_log' THEN 3650 WHEN 'invariant_runs' THEN 7"
-            " WHEN 'webhook_deliveries' THEN 1 WHEN 'sessions' THEN 1 END",
+            " WHEN 'webhook_deliveries' THEN 1 WHEN 'sessions' THEN 1 WHEN 'alerts' THEN 7 END",
             name="least",
         ),
         CheckConstraint(
-            "name in ('requests', 'audit_log', 'invariant_runs', 'webhook_deliveries', 'sessions')",
+            "name in ('requests', 'audit_log', 'invariant_runs', 'webhook_deliveries', 'sessions',"
+            " 'alerts')",
             name="name",
         ),
     )

@@ -35,7 +35,7 @@ class Request(Base):
         CheckConstraint("kind in ('user', 'probe', 'shadow')", name="kind"),
         CheckConstraint("(state = 'reserved') = (settled_at is null)", name="settled_at"),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
-        CheckConstraint("arm in ('stable', 'canary', 'shadow', 'pinned')", name="arm"),
+        CheckConstraint("arm in ('stable', 'canary', 'shadow', 'pinned', 'named')", name="arm"),
         Index("ix_requests_key_id_id", "key_id", "id"),
         Index(
             "ix_requests_rollout_id",

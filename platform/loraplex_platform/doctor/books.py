@@ -6,10 +6,11 @@ import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
+from uuid import UUID
 
-from loraplex_platform.doctor import queries
 from loraplex_platform.doctor.findings import Catalogue, Finding, fail, ok, warn
 from loraplex_platform.doctor.look import Look
+from loraplex_platform.ids import format_id
 
 catalogue = Catalogue()
 
@@ -99,11 +100,14 @@ async def invariants(look: Look) -> Finding:
 
 @catalogue.check("books.leases", "every request that was begun is settled or runs")
 async def leases(look: Look) -> Finding:
+    from loraplex_platform.doctor import queries
+
     async with look.database() as database, database.sessions() as session:
         count, oldest_s, one = await queries.stuck_leases(session, LEASE_GRACE_S)
-    if count:
+    if one is not None:
+        which = format_id("request", UUID(one))
         return fail(
-            f"{count} requests have been without an owner for up to {oldest_s / 60:.0f} min, such as {one}:"
+            f"{count} requests have been without an owner for up to {oldest_s / 60:.0f} min, such as {which}:"
             " what they hold of quotas is not free",
             "start a worker (its sweeper settles them from the engine's journal), and see fleet.worker; its log"
             " says why one is put off (sweep_*)",

@@ -9,7 +9,7 @@ from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtErr
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.local.data_dir import read_json
 from loraplex_platform.local.errors import SettingError
-from loraplex_platform.settings import MIN_SECRET_CHARS
+from loraplex_platform.variables import MIN_SECRET_CHARS
 
 catalogue = Catalogue()
 
@@ -80,8 +80,11 @@ async def strong(look: Look) -> Finding:
 
         try:
             kind = parse(admin).kind
-        except MalformedKeyError as error:
-            return fail(f"LORAPLEX_ADMIN_KEY is {error}", "loraplex keys mint-admin")
+        except MalformedKeyError:
+            return fail(
+                "LORAPLEX_ADMIN_KEY is no key (lpx_ak_...), or not whole",
+                "loraplex keys mint-admin",
+            )
         if kind != "ak":
             return fail("LORAPLEX_ADMIN_KEY is a tenant's key", "loraplex keys mint-admin")
     if weak:

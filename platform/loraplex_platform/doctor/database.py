@@ -174,7 +174,7 @@ async def time_zones(look: Look) -> Finding:
         )
     if len(here) < FEW_ZONES:
         return fail(f"Python knows {len(here)} time zones", "pip install tzdata")
-    missing = sorted(used - known) + sorted(used - here)
+    missing = sorted((used - known) | (used - here))
     if missing:
         return fail(
             f"tenants use {', '.join(missing[:5])}, which is not known",

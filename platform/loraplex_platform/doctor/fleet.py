@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import msgspec
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, REPLICA_TTL_S, ReplicaRecord
 
-from loraplex_platform.doctor import queries
 from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
 from loraplex_platform.doctor.look import CONNECT_TIMEOUT_S, Look
 from loraplex_platform.local.ports import is_loopback
@@ -50,6 +49,8 @@ async def replica_records(look: Look) -> list[ReplicaRecord] | None:
 
 @catalogue.check("fleet.engines", "an engine is there and ready")
 async def engines(look: Look) -> Finding:
+    from loraplex_platform.doctor import queries
+
     published = await replica_records(look)
     records = published or []
     ready = [record.replica_id for record in records if record.state == "ready"]
@@ -82,6 +83,8 @@ async def engines(look: Look) -> Finding:
 
 @catalogue.check("fleet.gateways", "a gateway is there")
 async def gateways(look: Look) -> Finding:
+    from loraplex_platform.doctor import queries
+
     url = look.url_of("gateway")
     answered = None
     if url is not None:
@@ -118,6 +121,8 @@ async def gateways(look: Look) -> Finding:
 
 @catalogue.check("fleet.worker", "a worker is there")
 async def worker(look: Look) -> Finding:
+    from loraplex_platform.doctor import queries
+
     url = look.url_of("worker")
     if url is not None:
         try:

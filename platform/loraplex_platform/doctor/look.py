@@ -33,6 +33,8 @@ _HTTP_OF: Final = {
     "console": ("LORAPLEX_CONSOLE_URL", "LORAPLEX_CONSOLE_PORT"),
     "worker": ("LORAPLEX_WORKER_URL", "LORAPLEX_WORKER_PORT"),
 }
+# Not the store: an engine only reads there.
+_ENGINES_TOO: Final = frozenset({"LORAPLEX_REDIS_URL", "LORAPLEX_BASE_MODEL"})
 
 
 @dataclass
@@ -60,8 +62,9 @@ class Look:
     # ------------------------------------------------------------------------ configuration
 
     def get(self, name: str) -> str | None:
-        """A variable; None: not set, or empty."""
-        return self.variables.get(name) or None
+        """A variable; None: not set, or empty. Where only an engine is, what it was told."""
+        own = name.replace("LORAPLEX_", "LORAPLEX_ENGINE_", 1) if name in _ENGINES_TOO else ""
+        return self.variables.get(name) or self.engine_variables.get(own) or None
 
     @property
     def model_dir(self) -> Path:
@@ -225,7 +228,7 @@ class Look:
 
 def find_setup(data_dir: Path, *, with_model: bool = False) -> Look:
     """What to look at: the environment where it names a database, else the local fleet of `data_dir`."""
-    from loraplex_platform.settings import read_secret_files
+    from loraplex_platform.variables import read_secret_files
 
     folder = DataDir(data_dir.expanduser().resolve())
     given = {name: value for name, value in os.environ.items() if name.startswith("LORAPLEX_")}
@@ -241,7 +244,7 @@ def find_setup(data_dir: Path, *, with_model: bool = False) -> Look:
 def _local_variables(folder: DataDir) -> tuple[dict[str, str], bool]:
     """What `loraplex up` gives its processes, as far as it is known, and whether it runs."""
     from loraplex_platform.local.demo_file import read_state
-    from loraplex_platform.settings import with_login
+    from loraplex_platform.variables import with_login
 
     found: dict[str, str] = {}
     try:

@@ -107,7 +107,7 @@ async def kernels(look: Look) -> Finding:
     if not failed:
         return ok(f"all {len(found['kernels_built'])}: {', '.join(found['kernels_built'])}")
     name, reason = next(iter(failed.items()))
-    text = f"{len(failed)} of {len(failed) + len(found['kernels_built'])} do not build; {name}: {reason}"
+    text = f"{len(failed)} of {len(failed) + len(found['kernels_built'])} do not build; {name}: {' '.join(reason.split())}"
     if found["gpu"]:
         return warn(text, "apt-get install gcc libc6-dev libgomp1 (only for engines on the CPU)")
     return fail(

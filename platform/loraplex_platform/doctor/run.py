@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from loraplex_platform.doctor import books, credentials, database, fleet, machine, stores
@@ -55,14 +57,18 @@ async def examine(look: Look, checks: Sequence[Check]) -> list[Answer]:
 
 def _load_clients() -> None:
     """What checks import takes a second or more on a busy machine: not while a server's answer is waited for."""
-    import httpx  # noqa: F401 - see above
-    import psycopg  # noqa: F401
-    import redis.asyncio  # noqa: F401
-
-    import loraplex_platform.db.migrate
-    import loraplex_platform.db.session
-    import loraplex_platform.metering.invariant_runs
-    import loraplex_platform.outbox.queries  # noqa: F401
+    for name in (
+        "httpx",
+        "psycopg",
+        "redis.asyncio",
+        "loraplex_platform.db.migrate",
+        "loraplex_platform.db.session",
+        "loraplex_platform.metering.invariant_runs",
+        "loraplex_platform.outbox.queries",
+    ):
+        # What is not installed here is told by the check that needs it.
+        with contextlib.suppress(ModuleNotFoundError):
+            import_module(name)
 
 
 def as_json(look: Look, answers: Sequence[Answer]) -> dict[str, Any]:

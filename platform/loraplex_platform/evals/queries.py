@@ -223,6 +223,24 @@ def only_of_suite(statement: Select[EvalRun], suite_id: UUID) -> Select[EvalRun]
     return statement.where(EvalRun.suite_version_id.in_(versions))
 
 
+def named_runs(statement: Select[EvalRun], search: str) -> Select[EvalRun]:
+    """Those whose suite's name or deployment's model id holds this."""
+    piece = search.strip()
+    suite = (
+        select(EvalSuiteVersion.id)
+        .join(EvalSuite, EvalSuite.id == EvalSuiteVersion.suite_id)
+        .where(
+            EvalSuiteVersion.id == EvalRun.suite_version_id,
+            EvalSuite.name.icontains(piece, autoescape=True),
+        )
+    )
+    deployment = select(Deployment.id).where(
+        Deployment.id == EvalRun.deployment_id,
+        Deployment.public_name.icontains(piece, autoescape=True),
+    )
+    return statement.where(or_(suite.exists(), deployment.exists()))
+
+
 async def count_active(session: AsyncSession, tenant_id: UUID) -> int:
     """Runs that wait or go on."""
     statement = select(func.count()).select_from(
@@ -280,6 +298,18 @@ async def series(
         .limit(limit)
     )
     return list(reversed((await session.scalars(newest)).all()))
+
+
+async def names_of_revisions(
+    session: AsyncSession, revision_ids: Sequence[UUID]
+) -> dict[UUID, tuple[str, int]]:
+    """Model id and number of each."""
+    rows = await session.execute(
+        select(DeploymentRevision.id, Deployment.public_name, DeploymentRevision.number)
+        .join(Deployment, Deployment.id == DeploymentRevision.deployment_id)
+        .where(DeploymentRevision.id.in_(revision_ids))
+    )
+    return {row[0]: (row[1], row[2]) for row in rows}
 
 
 # ---------------------------------------------------------------------------- the worker's

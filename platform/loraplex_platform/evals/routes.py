@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -82,12 +82,15 @@ def _add_suite_routes(
             response.status_code = 200
         return show_suite(made.suite, made.version)
 
-    @router.get("", description=f"{whose}, newest first, with their newest version.")
+    @router.get(
+        "", description=f"{whose}, newest first, with their newest version. `search`: in the name."
+    )
     @requires(f"{action}.read")
     async def list_suites(
-        page: Paging, session: DbSession, owner_id: UUID | None = owns
+        page: Paging, session: DbSession, search: Search = None, owner_id: UUID | None = owns
     ) -> ListPage[SuiteResource]:
         statement = queries.suites_of(owner_id, with_platforms=True)
+        statement = holding(statement, search, EvalSuite.name)
         rows, has_more = await fetch(session, statement, EvalSuite.id, page, "eval_suite")
         newest = await queries.newest_versions(session, [suite.id for suite in rows])
         return to_list(rows, has_more, lambda suite: show_suite(suite, newest[suite.id]))
@@ -162,14 +165,17 @@ async def list_runs(
     session: DbSession,
     suite_id: Annotated[str | None, Query(max_length=80, description="Only of this suite.")] = None,
     state: Annotated[RunState | None, Query(description="Only in this state.")] = None,
+    search: Search = None,
 ) -> ListPage[RunResource]:
-    """The tenant's runs, newest first."""
+    """The tenant's runs, newest first. `search`: in the suite's name and the deployment's."""
     statement = queries.runs_of(owner.id)
     if suite_id is not None:
         suite = await service.get_suite(session, owner.id, suite_id, with_platforms=True)
         statement = queries.only_of_suite(statement, suite.id)
     if state is not None:
         statement = statement.where(EvalRun.state == state)
+    if search and search.strip():
+        statement = queries.named_runs(statement, search)
     rows, has_more = await fetch(session, statement, EvalRun.id, page, "eval_run")
     shown = {run.id: item for run, item in zip(rows, await _shown(session, rows), strict=True)}
     return to_list(rows, has_more, lambda run: shown[run.id])
@@ -235,13 +241,16 @@ async def get_series(
     runs = await queries.series(session, owner.id, suite.id, limit)
     counts = await queries.status_counts(session, [run.id for run in runs])
     versions = await queries.versions_of_runs(session, [run.suite_version_id for run in runs])
+    names = await queries.names_of_revisions(session, [run.revision_id for run in runs])
     points = [
         SeriesPoint(
             run_id=format_id("eval_run", run.id),
             ended_at=run.ended_at,
             state=cast(RunState, run.state),
             suite_version=versions[run.suite_version_id][2],
+            deployment=names[run.revision_id][0],
             revision_id=format_id("deployment_revision", run.revision_id),
+            revision=names[run.revision_id][1],
             score=run.score,
             counts=counts[run.id],
             figures=run.summary.get("figures"),
@@ -290,10 +299,10 @@ async def create_schedule(
 @schedules_router.get("")
 @requires("eval.read")
 async def list_schedules(
-    owner: Owner, page: Paging, session: DbSession
+    owner: Owner, page: Paging, session: DbSession, search: Search = None
 ) -> ListPage[ScheduleResource]:
-    """The tenant's schedules, newest first."""
-    statement = queries.schedules_of(owner.id)
+    """The tenant's schedules, newest first. `search`: in the name."""
+    statement = holding(queries.schedules_of(owner.id), search, EvalSchedule.name)
     rows, has_more = await fetch(session, statement, EvalSchedule.id, page, "eval_schedule")
     return to_list(rows, has_more, show_schedule)
 

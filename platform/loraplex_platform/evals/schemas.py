@@ -243,7 +243,9 @@ class SeriesPoint(Resource):
     ended_at: UnixSeconds | None
     state: RunState
     suite_version: int
+    deployment: str = Field(description="The revision's model id.")
     revision_id: str
+    revision: int = Field(description="Its number.")
     score: float | None
     counts: dict[str, int]
     figures: dict[str, Any] | None = Field(description="Of a performance suite.")

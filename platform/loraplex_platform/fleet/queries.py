@@ -11,15 +11,20 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
     Adapter,
+    AdapterVersion,
     ApiKey,
     Deployment,
     Gateway,
     LedgerEntry,
+    Request,
     Tenant,
 )
 from loraplex_platform.ids import uuid7_floor
 
 _GATEWAY_SEEN_S = 60
+RECENT = timedelta(minutes=5)
+MAX_NAMES = 1000
+_SERVER_ERROR = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Counts:
     adapters: int
     deployments: int
     cost_today_pico: int
+    recent: int  # requests that callers have begun in the last `RECENT`
+    recent_failed: int  # and those of them that failed on our side
 
 
 async def live_gateways(session: AsyncSession) -> Sequence[Gateway]:
@@ -38,6 +45,24 @@ async def live_gateways(session: AsyncSession) -> Sequence[Gateway]:
     since = func.now() - timedelta(seconds=_GATEWAY_SEEN_S)
     statement = select(Gateway).where(Gateway.last_seen_at > since).order_by(Gateway.gateway_id)
     return (await session.scalars(statement.limit(1000))).all()
+
+
+async def names_of_adapters(session: AsyncSession, digests: Sequence[str]) -> dict[str, list[str]]:
+    """Whose version of what each digest is; of the first `MAX_NAMES`."""
+    if not digests:
+        return {}
+    rows = await session.execute(
+        select(AdapterVersion.digest, Tenant.slug, Adapter.name, AdapterVersion.version)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .join(Tenant, Tenant.id == AdapterVersion.tenant_id)
+        .where(AdapterVersion.digest.in_(digests[:MAX_NAMES]))
+        .order_by(AdapterVersion.id)
+        .limit(MAX_NAMES)
+    )
+    names: dict[str, list[str]] = {}
+    for digest, slug, name, version in rows:
+        names.setdefault(digest, []).append(f"{slug}/{name} v{version}")
+    return names
 
 
 async def count_objects(session: AsyncSession) -> Counts:
@@ -61,6 +86,16 @@ async def count_objects(session: AsyncSession) -> Counts:
     cost = select(func.coalesce(func.sum(LedgerEntry.amount_pico), 0)).where(
         LedgerEntry.entry_id >= since, LedgerEntry.account == "revenue"
     )
+    recent = select(
+        func.count().label("began"),
+        func.count()
+        .filter((Request.http_status >= _SERVER_ERROR) | (Request.finish_reason == "error"))
+        .label("failed"),
+    ).where(
+        Request.id >= uuid7_floor(int((datetime.now(UTC) - RECENT).timestamp() * 1000)),
+        Request.kind == "user",
+    )
+    figures = recent.subquery()
     row = (
         await session.execute(
             select(
@@ -69,7 +104,9 @@ async def count_objects(session: AsyncSession) -> Counts:
                 select(func.count()).select_from(Adapter).scalar_subquery(),
                 live_deployments.scalar_subquery(),
                 cost.scalar_subquery(),
+                figures.c.began,
+                figures.c.failed,
             )
         )
     ).one()
-    return Counts(row[0], row[1], row[2], row[3], int(row[4]))
+    return Counts(row[0], row[1], row[2], row[3], int(row[4]), row[5], row[6])

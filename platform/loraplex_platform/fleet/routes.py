@@ -22,9 +22,12 @@ async def get_fleet(context: Context, session: DbSession) -> FleetResource:
     """Live engine replicas with their statistics, and the gateways."""
     views = await context.fleet.views()
     gateways = await queries.live_gateways(session)
+    stats = [view.stats for view in views if view.stats is not None]
+    held = {digest for one in stats for digest in (*one.adapters_resident, *one.adapters_host)}
     return FleetResource(
         replicas=[show_replica(view) for view in views],
         gateways=[show_gateway(gateway) for gateway in gateways],
+        adapters=await queries.names_of_adapters(session, sorted(held)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from loraplex_platform.control.schemas import Resource, UnixSeconds
 from loraplex_platform.db import Gateway
@@ -33,6 +33,7 @@ class EngineStatsResource(BaseModel):
     adapter_leases: int
     adapters_loading: int = 0  # or waiting for a loader
     adapters_disk: int = 0  # copies of a remote store's
+    adapter_disk_bytes: int = 0
     adapter_host_bytes: int = 0
     adapter_loads_total: int = 0
     adapter_load_failures_total: int = 0
@@ -97,6 +98,10 @@ class FleetResource(BaseModel):
     object: Literal["fleet"] = "fleet"
     replicas: list[ReplicaResource]
     gateways: list[GatewayResource]
+    adapters: dict[str, list[str]] = Field(
+        description="By digest, of adapters that replicas have: whose version of what it is, `acme/capitals v3`. "
+        "Of the first thousand."
+    )
 
 
 class OverviewResource(BaseModel):
@@ -114,6 +119,8 @@ class OverviewResource(BaseModel):
     adapters: int
     deployments: int
     cost_today_usd: str
+    recent_requests: int = Field(description="That callers have begun in the last five minutes.")
+    recent_failed: int = Field(description="Those of them that failed on our side.")
 
 
 def show_replica(view: ReplicaView) -> ReplicaResource:

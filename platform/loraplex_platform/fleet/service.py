@@ -28,4 +28,6 @@ def overview(views: Sequence[ReplicaView], counts: Counts) -> OverviewResource:
         adapters=counts.adapters,
         deployments=counts.deployments,
         cost_today_usd=format_usd(counts.cost_today_pico),
+        recent_requests=counts.recent,
+        recent_failed=counts.recent_failed,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
 import structlog
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from starlette.routing import BaseRoute
 
 import loraplex_platform
 from loraplex_platform.db.session import DatabaseUnavailableError, SessionFactory, open_database
@@ -43,6 +45,15 @@ _HEARTBEAT_S = 5.0
 _GATEWAY_GONE_S = 15.0  # without a heartbeat
 
 
+@functools.cache
+def _routes() -> list[BaseRoute]:
+    """All but the direct ones, once for all apps of a process: what FastAPI works out of them is costly."""
+    root = APIRouter()
+    for part in (completions, models, operations, docs):
+        root.include_router(part.router)
+    return root.routes
+
+
 def create_app(gateway: Gateway) -> FastAPI:
     """The app over a running gateway."""
     app = FastAPI(
@@ -52,14 +63,10 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is docs.py
         redoc_url=None,
         redirect_slashes=False,  # a redirect would carry the key to wherever it points
+        routes=[*completions.direct_routes(), *_routes()],
     )
     app.state.gateway = gateway
     error_handlers.install(app)
-    app.include_router(completions.router)
-    app.include_router(models.router)
-    app.include_router(operations.router)
-    app.include_router(docs.router)
-    app.router.routes[:0] = completions.direct_routes()
     app.add_middleware(BodyLimit, max_bytes=gateway.settings.max_body_bytes)
     app.add_middleware(  # the outermost: added last
         RequestContext, metrics=gateway.metrics, failpoints=gateway.failpoints

@@ -93,6 +93,7 @@ from loraplex_platform.gateway.structure import chat_structure, completion_struc
 from loraplex_platform.gateway.text_stream import TextPiece
 from loraplex_platform.gateway.tools import ToolPlan
 from loraplex_platform.ids import format_id
+from loraplex_platform.playground import revision_ticket
 from loraplex_platform.rates.admission import Claim
 from loraplex_platform.tenancy.authentication import Authenticated, require_scope
 
@@ -127,7 +128,9 @@ async def create_chat_completion(
     body, messages = await _parse(_parse_chat, raw)
     structure = await chat_structure(body, gateway.tokenizer.tool_format)
     found = await _find_model(gateway, caller, body.model)
-    model, side = choose_revision(
+    model, side = await _choose(
+        request,
+        gateway,
         caller,
         found,
         Who(
@@ -187,9 +190,8 @@ async def create_completion(request: Request, gateway: ThisGateway, caller: Call
     body = await _parse(parse_completion, raw)
     structure = await completion_structure(body)
     found = await _find_model(gateway, caller, body.model)
-    model, side = choose_revision(
-        caller, found, Who(user=body.user, conversation_id=_conversation_id(request))
-    )
+    who = Who(user=body.user, conversation_id=_conversation_id(request))
+    model, side = await _choose(request, gateway, caller, found, who)
     prepare = partial(gateway.preparer.completion, body=body, structure=structure)
     on_unserved = partial(
         gateway.unserved.note,
@@ -317,6 +319,28 @@ async def _find_model(gateway: Gateway, caller: Authenticated, name: str) -> Ser
     if model is None or not may_call(caller, model):
         raise unknown_model(name)
     return model
+
+
+async def _choose(
+    request: Request, gateway: Gateway, caller: Authenticated, found: ServedModel, who: Who
+) -> tuple[ServedModel, Side | None]:
+    """`choose_revision`, or what the control API has signed that the playground wants."""
+    ticket = request.headers.get(revision_ticket.HEADER)
+    if ticket is None:
+        return choose_revision(caller, found, who)
+    revision_id = revision_ticket.read(gateway.settings.key_pepper, caller.tenant_id, ticket)
+    finding = gateway.known_revisions.find(gateway.sessions, [revision_id])
+    for revision in await within(gateway.settings.database_deadline_s, finding):
+        is_its_own = (revision.deployment_id, revision.tenant_id, revision.base_model) == (
+            found.deployment_id,
+            found.revision.tenant_id,
+            found.base_model,
+        )
+        model = found.answered_by(revision)
+        if is_its_own and may_call(caller, model):
+            revision.check_usable()
+            return model, Side("named")
+    raise unknown_model(found.public_name)
 
 
 def _conversation_id(request: Request, metadata: dict[str, str] | None = None) -> str | None:

@@ -278,9 +278,10 @@ _REVISION_HEADERS: Final = {
     },
     "x-loraplex-arm": {
         "description": "Only while a rollout of the deployment is under way or the tenant has a pin: whether the "
-        "rollout's stable or canary revision answered, or the one that the tenant's pin names.",
+        "rollout's stable or canary revision answered, or the one that the tenant's pin names. In the console's playground also "
+        "`named`: the revision that was chosen there.",
         "required": False,
-        "schema": {"type": "string", "enum": ["stable", "canary", "pinned"]},
+        "schema": {"type": "string", "enum": ["stable", "canary", "pinned", "named"]},
     },
     "x-loraplex-rollout": {
         "description": "Which rollout `x-loraplex-arm` speaks of.",

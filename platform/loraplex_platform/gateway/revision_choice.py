@@ -24,7 +24,7 @@ _DRAW_BITS: Final = 28
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Where a request stands in its deployment's rollout; of a pinned one only that is known."""
+    """Where a request stands in its deployment's rollout; of a pinned or named one only that is known."""
 
     arm: Arm
     rollout_id: UUID | None = None

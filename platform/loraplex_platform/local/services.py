@@ -24,7 +24,7 @@ from loraplex_platform.local.readiness import (
     http_ok_at_port_file,
 )
 from loraplex_platform.local.supervisor import Service
-from loraplex_platform.settings import with_login
+from loraplex_platform.variables import with_login
 
 # How long a stream may go on after Ctrl-C. A person waits at the terminal: shorter than a cluster's.
 DRAIN_GRACE_S = 10.0

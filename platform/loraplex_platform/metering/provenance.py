@@ -193,6 +193,8 @@ def _choice(request: Request | None, rollout: Rollout | None, pin: PinEvent | No
         return Choice(_words_of_shadow(request))
     if request.arm == "pinned":
         return Choice(_words_of_pin(pin))
+    if request.arm == "named":
+        return Choice("Whoever asked in the console's playground chose this revision by name.")
     if request.rollout_id is None:
         return Choice("No pin and no rollout had a say: it was the deployment's current revision.")
     name = f"the rollout {format_id('rollout', request.rollout_id)}"

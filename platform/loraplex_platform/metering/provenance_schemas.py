@@ -62,7 +62,7 @@ class AnsweringEngine(Resource):
 class ArmOfRollout(Resource):
     """Which side it was on, and why."""
 
-    arm: Literal["stable", "canary", "shadow", "pinned"] | None = Field(
+    arm: Literal["stable", "canary", "shadow", "pinned", "named"] | None = Field(
         description="null: neither a pin nor a rollout had a say."
     )
     why: str

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from loraplex_platform.metering.policy import AttemptUsage, RequestKind
 
-Arm = Literal["stable", "canary", "shadow", "pinned"]
+Arm = Literal["stable", "canary", "shadow", "pinned", "named"]
 
 GATEWAY_LOST = "gateway_lost"  # the error code of what the sweeper closed
 # A 4xx that the rollout's other side would not have given: its revision's doing, and not the client's.
@@ -32,7 +32,7 @@ class Reservation:
         num_choices: completions of the prompt; they share what a quota still pays evenly.
         min_completion_tokens: of each choice; a quota that cannot pay as many refuses the request.
         has_stop_strings: whether the gateway looks for stop strings in the text.
-        rollout_id, rollout_step, arm, subject_key: whose side of which step it is on; arm "pinned" has none
+        rollout_id, rollout_step, arm, subject_key: whose side of which step it is on; arms "pinned" and "named" have none
             of the others.
         shadow_of: the tenant's own request after which a shadow or a scoring is made.
         sampling: parameters as resolved, numbers only: what would be needed to compute it again.

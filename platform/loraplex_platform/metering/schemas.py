@@ -203,8 +203,8 @@ class RequestResource(Resource):
     sampling: dict[str, Any] | None = Field(description="As resolved; numbers only.")
     rollout_id: str | None
     rollout_step: int | None = Field(description="From 0.")
-    arm: Literal["stable", "canary", "shadow", "pinned"] | None = Field(
-        description="Which side of the rollout answered; pinned: neither. null: there was no rollout."
+    arm: Literal["stable", "canary", "shadow", "pinned", "named"] | None = Field(
+        description="Which side of the rollout answered; pinned, named: neither. null: there was no rollout."
     )
     subject_key: str | None = Field(
         description="Who stays with one side, in this rollout only; 64 bits as a number."

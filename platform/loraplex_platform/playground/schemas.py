@@ -37,6 +37,11 @@ class PlaygroundRequest(Body):
     )
 
     model: str = Field(min_length=1, max_length=128, description="One of the tenant's model ids.")
+    revision_id: str | None = Field(
+        default=None,
+        max_length=80,
+        description="One of the model id's revisions, `rev_...`; null: what answers its clients now.",
+    )
     messages: list[PlaygroundMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int = Field(default=128, ge=1, le=4096)
     temperature: float = Field(default=0.7, ge=0, le=2)

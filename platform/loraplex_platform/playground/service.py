@@ -22,11 +22,15 @@ from uuid import UUID
 import httpx
 import structlog
 from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.audit.service import SYSTEM, Actor
 from loraplex_platform.db.session import SessionFactory
-from loraplex_platform.errors import PlatformError, UnavailableError
+from loraplex_platform.errors import ConflictError, PlatformError, UnavailableError
+from loraplex_platform.playground import revision_ticket
 from loraplex_platform.playground.schemas import PlaygroundRequest
+from loraplex_platform.registry import deployments, revisions
+from loraplex_platform.registry import queries as registry
 from loraplex_platform.tenancy import key_queries, key_service
 from loraplex_platform.tenancy.key_schemas import NewKey
 
@@ -80,20 +84,36 @@ class Playground:
         self._minting: defaultdict[UUID, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def open(
-        self, actor: Actor, tenant_id: UUID, chat: PlaygroundRequest
+        self,
+        actor: Actor,
+        tenant_id: UUID,
+        chat: PlaygroundRequest,
+        revision_id: UUID | None = None,
     ) -> AsyncIterator[bytes]:
         """The gateway's SSE bytes; closing the iterator aborts the request there.
+
+        Args:
+            revision_id: what `revision_of` has found, which answers then.
 
         Raises:
             GatewayAnswerError: the gateway refused.
             UnavailableError: it cannot be reached.
         """
-        body = {**chat.model_dump(), "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            **chat.model_dump(exclude={"revision_id"}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {}
+        if revision_id is not None:
+            headers[revision_ticket.HEADER] = revision_ticket.sign(
+                self._pepper, tenant_id, revision_id
+            )
         for is_last_try in (False, True):
             key = await self._key_of(actor, tenant_id)
             stack = AsyncExitStack()
             try:
-                response = await stack.enter_async_context(self._send(key, body))
+                response = await stack.enter_async_context(self._send(key, body, headers))
                 if response.status_code == HTTPStatus.OK:
                     return _relay(response, stack)
                 answer = await response.aread()
@@ -117,12 +137,12 @@ class Playground:
             raise GatewayAnswerError(response.status_code, answer, retry_after)
         raise AssertionError("the second try returns or raises")
 
-    def _send(self, key: _HeldKey, body: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _send(self, key: _HeldKey, body: dict[str, Any], headers: dict[str, str]) -> Any:  # noqa: ANN401
         return self._client.stream(
             "POST",
             self._url,
             json=body,
-            headers={"authorization": f"Bearer {key.secret}"},
+            headers=headers | {"authorization": f"Bearer {key.secret}"},
             timeout=_TIMEOUT,
         )
 
@@ -158,6 +178,33 @@ class Playground:
                     )
         except UnavailableError as error:
             log.warning("playground_keys_not_revoked", count=len(held), reason=error.message)
+
+
+async def revision_of(
+    session: AsyncSession, tenant_id: UUID, chat: PlaygroundRequest, *, is_operator: bool
+) -> UUID | None:
+    """The revision that is asked for, if one is: as for a pin, which would have it answer everybody.
+
+    Raises:
+        NotFoundError: the tenant reaches no such deployment, or it has no such revision.
+        PermissionDeniedError: it has another price book than what answers now, and not the operator asks.
+        ConflictError: its adapter version is retired.
+    """
+    if chat.revision_id is None:
+        return None
+    deployment = await deployments.get_reachable(session, tenant_id, chat.model)
+    revision = await revisions.get(session, deployment, chat.revision_id, param="revision_id")
+    await revisions.check_book(
+        session, deployment, revision, "revision_id", is_operator=is_operator
+    )
+    if revision.adapter_version_id is not None:
+        version = await registry.find_version(session, tenant_id, revision.adapter_version_id)
+        if version is None or version.status != "ready":
+            raise ConflictError(
+                "revision_id: this revision's adapter version is retired; unretire it first.",
+                param="revision_id",
+            )
+    return revision.id
 
 
 async def _relay(response: httpx.Response, stack: AsyncExitStack) -> AsyncIterator[bytes]:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, delete, func, select, text, update
+from sqlalchemy import ColumnElement, Select, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
@@ -67,6 +67,30 @@ def limits_of(tenant_id: UUID | None) -> Select[Limit]:
     """A tenant's limits; None: everybody's, and the platform's."""
     statement = select(Limit).where(~Limit.is_opening)
     return statement if tenant_id is None else statement.where(Limit.tenant_id == tenant_id)
+
+
+def named(statement: Select[Limit], search: str, tenant_id: UUID | None) -> Select[Limit]:
+    """Only limits of things whose name holds this, or on what is called so; `tenant_id`: whose they are."""
+    piece = search.strip()
+    names: tuple[tuple[Any, tuple[InstrumentedAttribute[str], ...]], ...] = (
+        (Tenant.id, (Tenant.slug, Tenant.name)),
+        (Project.id, (Project.name,)),
+        (ApiKey.id, (ApiKey.name, ApiKey.public_id)),
+        (Adapter.id, (Adapter.name,)),
+        (Deployment.id, (Deployment.public_name,)),
+    )
+    owners = (None, Project.tenant_id, ApiKey.tenant_id, Adapter.tenant_id, Deployment.tenant_id)
+    found: list[ColumnElement[bool]] = [
+        Limit.metric.icontains(piece, autoescape=True),
+        Limit.scope_kind.icontains(piece, autoescape=True),
+    ]
+    for (id_column, columns), owner in zip(names, owners, strict=True):
+        held = or_(*(column.icontains(piece, autoescape=True) for column in columns))
+        thing = select(id_column).where(id_column == Limit.scope_id, held)
+        if tenant_id is not None and owner is not None:
+            thing = thing.where(owner == tenant_id)
+        found.append(thing.exists())
+    return statement.where(or_(*found))
 
 
 async def find_limit(

@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -103,9 +103,14 @@ async def list_limits(
     tenant: Annotated[UUID | None, Depends(_tenant_filter)],
     *,
     scope_kind: Annotated[ScopeKind | None, Query(description="Only of these scopes.")] = None,
+    search: Search = None,
 ) -> ListPage[LimitResource]:
-    """Limits, newest first, and what is used of them now; for members, those of their tenants."""
+    """Limits, newest first, and what is used of them now; for members, those of their tenants. `search`: in
+    the name of what is limited, and of what is counted.
+    """
     statement = queries.limits_of(tenant)
+    if search and search.strip():
+        statement = queries.named(statement, search, tenant)
     if scope_kind is not None:
         statement = statement.where(Limit.scope_kind == scope_kind)
     rows, has_more = await fetch(session, statement, Limit.id, page, "limit")

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import BackgroundTasks, Path, Request
 
 from loraplex_platform.control.context import Context, DbSession
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -56,9 +56,11 @@ async def begin_import(
 
 @jobs_router.get("")
 @requires("adapter.read")
-async def list_imports(owner: Owner, page: Paging, session: DbSession) -> ListPage[ImportResource]:
-    """The tenant's imports; ended ones for 30 days."""
-    statement = source_queries.imports_of(owner.id)
+async def list_imports(
+    owner: Owner, page: Paging, session: DbSession, search: Search = None
+) -> ListPage[ImportResource]:
+    """The tenant's imports; ended ones for 30 days. `search`: in the adapter's name."""
+    statement = holding(source_queries.imports_of(owner.id), search, AdapterImport.name)
     rows, has_more = await fetch(session, statement, AdapterImport.id, page, "adapter_import")
     return to_list(rows, has_more, show_import)
 

@@ -26,6 +26,7 @@ _DUE: Final = {
         "created_at < now() - make_interval(days => :days) and status <> 'pending'",
     ),
     "sessions": ("sessions", "expires_at < now() - make_interval(days => :days)"),
+    "alerts": ("alerts", "at < now() - make_interval(days => :days)"),
 }
 
 

@@ -38,6 +38,7 @@ RuleName = Literal[
     "invariant_runs",
     "webhook_deliveries",
     "sessions",
+    "alerts",
 ]
 NAMES: Final[tuple[RuleName, ...]] = get_args(RuleName)
 # The database has them too (ck_retention_settings_least); these make the message.
@@ -47,6 +48,7 @@ LEAST_DAYS: Final[dict[RuleName, int]] = {
     "invariant_runs": 7,
     "webhook_deliveries": 1,
     "sessions": 1,
+    "alerts": 7,
 }
 BATCH = 10_000
 

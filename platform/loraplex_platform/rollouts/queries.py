@@ -32,6 +32,13 @@ def rollouts_of(tenant_id: UUID | None) -> Select[Rollout]:
     return select(Rollout).where(Rollout.tenant_id == tenant_id)
 
 
+def named(statement: Select[Rollout], search: str) -> Select[Rollout]:
+    """Only those of deployments whose model id holds this."""
+    held = Deployment.public_name.icontains(search.strip(), autoescape=True)
+    deployment = select(Deployment.id).where(Deployment.id == Rollout.deployment_id, held)
+    return statement.where(deployment.exists())
+
+
 async def find(
     session: AsyncSession, tenant_id: UUID | None, rollout_id: UUID, *, for_update: bool = False
 ) -> Rollout | None:

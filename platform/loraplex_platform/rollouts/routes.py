@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -71,7 +71,7 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         )
         return await _shown(session, response, rollout)
 
-    @router.get("", description=f"{whose}, newest first.")
+    @router.get("", description=f"{whose}, newest first. `search`: in the model id.")
     @requires(f"{action}.read")
     async def list_rollouts(
         page: Paging,
@@ -81,6 +81,7 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
             Query(max_length=128, description="Only of this model id, or deployment id."),
         ] = None,
         state: Annotated[State | None, Query(description="Only in this state.")] = None,
+        search: Search = None,
         owner_id: UUID | None = owns,
     ) -> ListPage[RolloutResource]:
         statement = queries.rollouts_of(owner_id)
@@ -88,6 +89,8 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
             statement = await service.of_deployment(session, owner_id, deployment)
         if state is not None:
             statement = statement.where(Rollout.state == state)
+        if search and search.strip():
+            statement = queries.named(statement, search)
         rows, has_more = await fetch(session, statement, Rollout.id, page, "rollout")
         names = await queries.names_of(session, rows)
         return to_list(rows, has_more, lambda rollout: show_rollout(rollout, names[rollout.id]))

@@ -7,61 +7,34 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-import typer.main
-from loraplex_platform.cli import app, errors
+from loraplex_platform.cli import errors
 from loraplex_platform.cli.errors import CommandGroup
-from typer.testing import CliRunner
+
+from tests.support.command_tree import COMMANDS, TREE, groups, invoke, options_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-m", "loraplex_platform.cli"]
-
-
-def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something, with its words."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        yield path, command
-        return
-    for name, child in inner.items():
-        yield from walk(child, (*path, name))
-
-
-def groups(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every group of commands."""
-    inner = getattr(command, "commands", None)
-    if inner is not None:
-        yield path, command
-        for name, child in inner.items():
-            yield from groups(child, (*path, name))
-
-
-TREE = typer.main.get_command(app)
-COMMANDS = dict(walk(TREE))
 # Their flags, and so their help, are those of the modules that they become.
 PASSED_ON = {("engine",), ("bench", "run"), ("bench", "profile")}
 # What a name says that it prints: something for programs to read.
 SHOWS = re.compile(
-    r"^(list|show|compare|preview|quote|effective|explain|deliveries|imports|status|history|events"
+    r"^(list|show|compare|preview|quote|effective|explain|deliveries|imports|status|history|series|events"
+    r"|invitations|uploads|usage|requests|overview|fleet|drift|recipient"
     r"|outbox|retention|reconcile|doctor|plan)$"
 )
 
 
-def options_of(command: Any) -> set[str]:
-    return {flag for parameter in command.params for flag in getattr(parameter, "opts", ())}
-
-
 def run(*arguments: str) -> tuple[int, str, str]:
     names = [name for name in os.environ if name.startswith("LORAPLEX_")]
-    runner = CliRunner(env={**dict.fromkeys(names), "COLUMNS": "200"})
-    result = runner.invoke(app, arguments)
+    result = invoke(arguments, {**dict.fromkeys(names), "COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -84,6 +57,29 @@ def test_every_command_explains_itself_with_an_example(words: tuple[str, ...]) -
         code, output, _ = run(*words, "--help")
         assert code == 0
         assert "Example" in output
+
+
+@pytest.mark.parametrize("words", sorted(COMMANDS.keys() - PASSED_ON), ids=" ".join)
+def test_every_example_can_be_typed(words: tuple[str, ...]) -> None:
+    text = (COMMANDS[words].help or "").replace("\\\n", " ")
+    typed = [
+        # What follows in a pipe, a list or a substitution is another command.
+        re.split(r""" && | > | \| |\)(?="|$)""", line.partition("loraplex ")[2])[0]
+        for line in text.splitlines()
+        if re.match(r"""\s*((export|echo) "?)?(\w+=\S+ |\w+=\$\()*loraplex """, line)
+    ]
+
+    assert typed
+    wrong = []
+    for line in typed:
+        given = shlex.split(line)
+        assert tuple(given[: len(words)]) == words, line
+        try:
+            COMMANDS[words].make_context(words[-1], given[len(words) :])
+        except Exception as error:  # noqa: BLE001 - whatever the command line finds wrong with it
+            wrong.append(f"{line}: {error}")
+    # The files of an example need not be here.
+    assert [line for line in wrong if "does not exist" not in line] == []
 
 
 @pytest.mark.parametrize("words", sorted(PASSED_ON), ids=" ".join)
@@ -166,7 +162,7 @@ def test_a_control_api_that_is_away_is_a_failure_in_one_sentence(
         given.append("--yes")
     env = {"LORAPLEX_ADMIN_KEY": "lpx_ak_x", "LORAPLEX_CONTROL_URL": "http://127.0.0.1:1"}
 
-    result = CliRunner(env=env).invoke(app, [*words, *given])
+    result = invoke([*words, *given], env)
 
     # Some read a file or ask a question first; none shows a traceback or pretends that it worked.
     assert result.exit_code in (errors.EXIT_FAILED, errors.EXIT_USAGE), result.output

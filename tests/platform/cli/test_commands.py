@@ -11,19 +11,19 @@ from typing import get_args
 
 import pytest
 from loraplex_engine.server_cli import read_options
-from loraplex_platform.cli import adapter_commands, app
+from loraplex_platform.cli import adapter_commands
 from loraplex_platform.cli.options import ToolFormat
 from loraplex_platform.local import up
 from loraplex_platform.settings import ToolFormatName
 from loraplex_platform.tenancy.keys import parse
-from typer.testing import CliRunner
+
+from tests.support.command_tree import invoke
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
     names = [name for name in os.environ if name.startswith("LORAPLEX_")]
-    runner = CliRunner(env={**dict.fromkeys(names), **environment, "COLUMNS": "200"})
-    result = runner.invoke(app, arguments)
+    result = invoke(arguments, {**dict.fromkeys(names), **environment, "COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

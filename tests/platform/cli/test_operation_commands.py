@@ -32,7 +32,7 @@ async def test_retention_is_shown_set_and_applied(stand: Stand) -> None:
     assert "400 days" in shown.out
     assert "100 days" in changed.out
     assert applied.out == "nothing was due\n"
-    rules = {rule["id"]: rule for rule in map(json.loads, as_json.out.splitlines())}
+    rules = {rule["id"]: rule for rule in json.loads(as_json.out)}
     assert rules["requests"]["keep_days"] == 100
     assert rules["audit_log"]["keep_days"] is None
     assert (short.code, "at least 62 days" in short.err) == (1, True)
@@ -44,11 +44,16 @@ async def test_webhooks_live_on_the_command_line(stand: Stand) -> None:
     async with commands(stand) as run:
         made = await run("webhooks", "create", "https://example.com/h", "-t", "acme")
         listed = await run("webhooks", "list", "-t", "acme", "--json")
-        webhook = json.loads(listed.out)["id"]
+        [webhook] = [one["id"] for one in json.loads(listed.out)]
         sent = await run("webhooks", "test", webhook, "-t", "acme")
         told = await run("webhooks", "deliveries", webhook, "-t", "acme")
         replayed = await run("webhooks", "replay", webhook, sent.out.strip(), "-t", "acme")
         rotated = await run("webhooks", "rotate-secret", webhook, "-t", "acme", "--grace-s", "0")
+        moved = await run(
+            *("webhooks", "update", webhook, "-t", "acme", "--topic", "alert"),
+            *("--url", "https://example.com/moved"),
+        )
+        nothing = await run("webhooks", "update", webhook, "-t", "acme")
         off = await run("webhooks", "switch", webhook, "off", "-t", "acme")
         plain = await run("webhooks", "list", "-t", "acme")
         foreign = await run("webhooks", "deliveries", webhook)
@@ -64,6 +69,9 @@ async def test_webhooks_live_on_the_command_line(stand: Stand) -> None:
     assert sent.out.strip() in told.out
     assert replayed.out == sent.out
     assert (off.code, "disabled" in plain.out) == (0, True)
+    assert moved.out == f"{webhook}  alert  https://example.com/moved\n"
+    assert (nothing.code, "--topic" in nothing.err) == (1, True)
+    assert "https://example.com/moved" in plain.out
     assert foreign.code == 1
     assert (gone.code, none.out) == (0, "")
     assert (inside.code, "not a public" in inside.err) == (1, True)

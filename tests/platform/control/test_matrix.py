@@ -29,8 +29,11 @@ from loraplex_platform.control.permissions import (
     reach_of,
 )
 from loraplex_platform.control.routing import AdminRoute, GuardedRoute, PublicRoute, StreamedRoute
+from loraplex_platform.db import Alert
 from loraplex_platform.ids import PREFIXES, format_id, uuid7
+from loraplex_platform.outbox.service import enqueue
 from psycopg import sql
+from sqlalchemy import select
 
 from tests.platform.control.people import invite, log_in, member, user_id_of
 from tests.platform.control.stand import Stand
@@ -198,6 +201,7 @@ async def make_side(stand: Stand, slug: str) -> Side:
         "invitation_id": (await invite(stand, tenant_id, f"late@{slug}.example", "viewer"))["id"],
         "request_id": await _add_request(stand, tenant_id),
         "limit_id": await _add_limit(stand, tenant_id),
+        "alert_id": await _add_alert(stand, tenant_id),
         "invoice_id": await made("invoices", {"month": _last_month()}),
         "webhook_id": await made(
             "webhooks", {"url": "https://hooks.example.com/", "topics": ["alert"]}
@@ -551,6 +555,16 @@ async def _add_limit(stand: Stand, tenant_id: str) -> str:
     answer = await stand.admin.post("/admin/v1/limits", json=body)
     assert answer.status_code == 201, answer.text
     return str(answer.json()["id"])
+
+
+async def _add_alert(stand: Stand, tenant_id: str) -> str:
+    owner = UUID(hex=tenant_id.removeprefix("ten_"))
+    async with stand.db.transaction() as session:
+        payload = {"kind": "webhook_failed", "tenant_id": str(owner), "reason": tenant_id}
+        await enqueue(session, "alert", f"matrix:{owner}", payload)
+        found = await session.scalar(select(Alert.id).where(Alert.tenant_id == owner))
+    assert found is not None
+    return format_id("alert", found)
 
 
 async def _add_import(stand: Stand, path: str, slug: str) -> str:

@@ -17,9 +17,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from loraplex_platform.errors import InvalidApiKeyError, RevokedKeyError
 from loraplex_platform.gateway.main import Server
-from loraplex_platform.playground import service
+from loraplex_platform.ids import format_id, parse_id, uuid7
+from loraplex_platform.playground import revision_ticket, service
 from loraplex_platform.tenancy.authentication import authenticate
 
+from tests.platform.control.people import member
 from tests.platform.control.stand import ADMIN_KEY, Stand, error_of
 from tests.support.metering import PEPPER, run_sql
 from tests.support.processes import until
@@ -50,6 +52,7 @@ class FakeGateway:
     stand: Stand | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    tickets: list[str | None] = field(default_factory=list)
     is_endless: bool = False
     refusal: Response | None = None
     was_cut: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +67,7 @@ class FakeGateway:
             secret = request.headers["authorization"].removeprefix("Bearer ")
             self.keys.append(secret)
             self.bodies.append(await request.json())
+            self.tickets.append(request.headers.get(revision_ticket.HEADER))
             try:
                 await authenticate(self.stand.db.sessions, PEPPER, secret)
             except (InvalidApiKeyError, RevokedKeyError) as error:
@@ -194,6 +198,51 @@ async def test_a_gateway_that_is_down_is_a_503(stand: Stand) -> None:
 
     error_of(answer, 503, "gateway_unavailable")
     assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_revision_is_asked_by_its_id_as_a_pin_would_have_it(setting: Setting) -> None:
+    stand, tenant_path = setting.stand, setting.path.removesuffix("/playground")
+    tenant_id = tenant_path.rpartition("/")[2]
+    version_id = await stand.version(tenant_id, "capitals")
+    revisions = []
+    for content in ({"version_id": version_id}, {"version_id": None}):
+        put = await stand.admin.put(f"{tenant_path}/deployments/capitals", json=content)
+        assert put.status_code == 200, put.text
+        revisions.append(put.json()["revision"]["id"])
+    developer = await member(stand, tenant_id, "developer", "dev@acme.example")
+
+    answer = await developer.post(setting.path, json=CHAT | {"revision_id": revisions[0]})
+    plain = await developer.post(setting.path, json=CHAT)
+
+    assert answer.status_code == plain.status_code == 200, answer.text
+    assert "revision_id" not in setting.gateway.bodies[0]
+    [ticket, none] = setting.gateway.tickets
+    assert none is None
+    assert ticket is not None
+    tenant_uuid = parse_id("tenant", tenant_id)
+    named = revision_ticket.read(PEPPER, tenant_uuid, ticket)
+    assert format_id("deployment_revision", named) == revisions[0]
+
+    retired = await stand.admin.post(
+        f"{tenant_path}/adapters/{await adapter_of(stand, tenant_path)}/versions/{version_id}/retire"
+    )
+    assert retired.status_code == 200, retired.text
+    gone = await developer.post(setting.path, json=CHAT | {"revision_id": revisions[0]})
+    unknown = format_id("deployment_revision", uuid7())
+    none_such = [
+        await developer.post(setting.path, json=CHAT | {"revision_id": id_})
+        for id_ in (unknown, "rev_1", "")
+    ]
+
+    assert error_of(gone, 409, "conflict")["param"] == "revision_id"
+    for refused in none_such:
+        assert error_of(refused, 404, "not_found")["param"] == "revision_id"
+    assert len(setting.gateway.tickets) == 2
+
+
+async def adapter_of(stand: Stand, tenant_path: str) -> str:
+    [found] = (await stand.admin.get(f"{tenant_path}/adapters")).json()["data"]
+    return str(found["id"])
 
 
 async def test_a_client_that_goes_away_ends_the_request_at_the_gateway(setting: Setting) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from tests.platform.control.stand import Stand
@@ -70,3 +72,85 @@ async def test_what_postgres_could_not_take_is_refused(stand: Stand) -> None:
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "search"
+
+
+async def test_limits_are_found_by_what_they_limit_and_what_they_count(stand: Stand) -> None:
+    acme, globex = [(await stand.tenant(slug))["id"] for slug in ("acme", "globex")]
+    keys = f"/admin/v1/tenants/{acme}/keys"
+    key_id = (await stand.admin.post(keys, json={"name": "Night_shift"})).json()["id"]
+    for scope_kind, scope_id, metric in (
+        ("tenant", acme, "rpm"),
+        ("tenant", globex, "rpm"),
+        ("key", key_id, "concurrency"),
+        ("platform", None, "tpm_in"),
+    ):
+        body = {"scope_kind": scope_kind, "scope_id": scope_id, "metric": metric, "value": "9"}
+        made = await stand.admin.post("/admin/v1/limits", json=body)
+        assert made.status_code == 201, made.text
+
+    async def metrics(search: str, **query: str) -> list[tuple[str, str]]:
+        answer = await stand.admin.get("/admin/v1/limits", params={"search": search, **query})
+        assert answer.status_code == 200, answer.text
+        return [(row["scope_kind"], row["metric"]) for row in answer.json()["data"]]
+
+    assert await metrics("ACME") == [("tenant", "rpm")]
+    assert await metrics("t_s") == [("key", "concurrency")]
+    assert await metrics("rpm", tenant_id=globex) == [("tenant", "rpm")]
+    assert await metrics("night", tenant_id=globex) == []
+    assert await metrics("platform") == [("platform", "tpm_in")]
+    assert await metrics("%") == []
+
+
+async def test_invoices_are_found_by_their_customer_and_status(stand: Stand) -> None:
+    month = f"{datetime.now(UTC).replace(day=1) - timedelta(days=1):%Y-%m}"
+    for slug, name in (("acme", "Blue Whale Ltd"), ("globex", "Globex")):
+        body = {"slug": slug, "name": name}
+        tenant = (await stand.admin.post("/admin/v1/tenants", json=body)).json()
+        path = f"/admin/v1/tenants/{tenant['id']}/invoices"
+        made = await stand.admin.post(path, json={"month": month})
+        assert made.status_code == 201, made.text
+
+    async def ids(**query: str) -> list[str]:
+        answer = await stand.admin.get("/admin/v1/invoices", params=query)
+        assert answer.status_code == 200, answer.text
+        return [row["id"] for row in answer.json()["data"]]
+
+    assert len(await ids(search="whale")) == 1
+    assert len(await ids(search="GLOBEX", status="draft")) == 1
+    assert await ids(search="GLOBEX", status="final") == []
+    assert await ids(search="_") == []
+
+
+async def test_evals_and_rollouts_are_found_by_their_names(stand: Stand) -> None:
+    tenant = f"/admin/v1/tenants/{(await stand.tenant('acme'))['id']}"
+    case = {"id": "a", "prompt": "Hi", "checks": [{"type": "contains", "value": "Hi"}]}
+    suites = {}
+    for name in ("capitals", "rivers"):
+        made = await stand.admin.post(f"{tenant}/eval-suites", json={"name": name, "lines": [case]})
+        suites[name] = made.json()["id"]
+    for name in ("north", "south"):
+        for prompt in ("one", "two"):
+            body = {"version_id": None, "params": {"system_prompt": prompt}}
+            assert (
+                await stand.admin.put(f"{tenant}/deployments/{name}", json=body)
+            ).status_code == 200
+        body = {"deployment": name, "canary": 1}
+        assert (await stand.admin.post(f"{tenant}/rollouts", json=body)).status_code == 201
+    for suite, deployment in (("capitals", "north"), ("rivers", "south")):
+        body = {"suite_id": suites[suite], "deployment": deployment}
+        assert (await stand.admin.post(f"{tenant}/eval-runs", json=body)).status_code == 201
+        schedule = body | {"name": f"nightly-{suite}", "every_hours": 24}
+        made = await stand.admin.post(f"{tenant}/eval-schedules", json=schedule)
+        assert made.status_code == 201, made.text
+
+    async def shown(what: str, search: str, field: str) -> list[str]:
+        answer = await stand.admin.get(f"{tenant}/{what}", params={"search": search})
+        assert answer.status_code == 200, answer.text
+        return [row[field] for row in answer.json()["data"]]
+
+    assert await shown("eval-suites", "CAP", "name") == ["capitals"]
+    assert await shown("eval-runs", "cap", "suite") == ["capitals"]
+    assert await shown("eval-runs", "SOUTH", "suite") == ["rivers"]
+    assert await shown("eval-schedules", "riv", "name") == ["nightly-rivers"]
+    assert await shown("rollouts", "outh", "deployment") == ["south"]
+    assert await shown("rollouts", "", "deployment") == ["south", "north"]

@@ -10,6 +10,7 @@ import pytest
 from loraplex_platform.db import migrate
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.doctor.database import judge_version
+from loraplex_platform.ids import format_id
 from loraplex_platform.metering import service
 from loraplex_platform.metering.invariant_runs import check_and_keep
 from psycopg import sql
@@ -99,7 +100,7 @@ async def test_a_login_that_may_not_serve_is_named(
     with psycopg.connect(own_url, autocommit=True) as connection:
         connection.execute("create role a_stranger login")
     try:
-        from loraplex_platform.settings import with_login
+        from loraplex_platform.variables import with_login
 
         found = await ask("database.login", LORAPLEX_DATABASE_URL=with_login(own_url, "a_stranger"))
     finally:
@@ -183,7 +184,7 @@ async def test_a_tenants_unknown_time_zone(ask: Ask, db: Database, db_url: str) 
     found = await ask("database.time_zones", LORAPLEX_DATABASE_URL=serving_url(db_url))
 
     assert found.status == "fail"
-    assert "Mars/Olympus" in found.found
+    assert found.found == "tenants use Mars/Olympus, which is not known"
 
 
 async def test_a_postgres_without_time_zone_data(ask: Ask, own_url: str) -> None:
@@ -247,7 +248,7 @@ async def test_leases_that_nobody_settles(ask: Ask, db: Database, db_url: str) -
     assert running.status == "ok"
     assert stuck.status == "fail"
     assert "1 requests" in stuck.found
-    assert str(wanted.request_id) in stuck.found
+    assert format_id("request", wanted.request_id) in stuck.found
 
 
 async def test_an_outbox_that_waits_and_one_that_gave_up(

@@ -197,8 +197,10 @@ async def test_stores(ask: Ask, tmp_path: Path) -> None:
     assert "file:///absolute/path" in wrong.found
 
 
+@pytest.mark.slow
 async def test_a_bucket_that_is_not_there(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
 

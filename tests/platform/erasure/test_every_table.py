@@ -27,6 +27,7 @@ GONE: Final = {
     "adapter_aliases",
     "adapter_imports",
     "adapter_uploads",
+    "alerts",
     "eval_results",
     "eval_runs",
     "eval_schedules",

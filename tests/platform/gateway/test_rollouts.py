@@ -16,6 +16,7 @@ from loraplex_engine.protocol import Generate
 from loraplex_platform.db import BaseModel, DeploymentRevision, Request
 from loraplex_platform.gateway import queries
 from loraplex_platform.ids import format_id, parse_id, uuid7
+from loraplex_platform.playground import revision_ticket
 from loraplex_platform.rollouts.assignment import assign, subject_of
 from sqlalchemy import select
 
@@ -24,7 +25,7 @@ from tests.platform.gateway.stand import BASE, Stand, announce, deploy, eventual
 from tests.platform.gateway.test_key_access import add_key
 from tests.support import rollouts
 from tests.support.fake_engine import FakeEngine
-from tests.support.metering import Customer
+from tests.support.metering import PEPPER, Customer
 from tests.support.rollouts import SALT
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -362,6 +363,44 @@ async def test_a_pin_beats_a_rollout_until_its_time_is_over(stand: Stand) -> Non
 
     await change_pin(stand, deployed.id, expired_at=datetime.now(UTC))
     assert await deployed.revision_of() == deployed.canary_id
+
+
+async def test_a_revision_is_named_by_the_control_apis_word_and_by_nobody_elses(
+    stand: Stand,
+) -> None:
+    deployed = await Deployed.make(stand)
+    await deployed.roll_out(weight_bp=10_000)
+    mine, theirs = stand.customer.tenant_id, stand.stranger.tenant_id
+    other = await Deployed.make(stand)
+
+    def ticket(tenant_id: UUID, revision_id: UUID, **options: Any) -> dict[str, str]:
+        signed = revision_ticket.sign(PEPPER, tenant_id, revision_id, **options)
+        return {revision_ticket.HEADER: signed}
+
+    named = await deployed.ask(headers=ticket(mine, deployed.stable_id))
+    refused = [
+        await deployed.ask(headers=headers)
+        for headers in (
+            ticket(theirs, deployed.stable_id),
+            ticket(mine, deployed.stable_id, now_s=time.time() - 61),
+            {revision_ticket.HEADER: format_id("deployment_revision", deployed.stable_id)},
+            {revision_ticket.HEADER: "rev_x.12x.ff"},
+            {revision_ticket.HEADER: ""},
+        )
+    ]
+    of_another = await deployed.ask(headers=ticket(mine, other.stable_id))
+
+    assert revision_of(named) == deployed.stable_id
+    assert named.headers["x-loraplex-arm"] == "named"
+    assert "x-loraplex-rollout" not in named.headers
+    request = await request_of(stand, named)
+    assert (request.arm, request.rollout_id, request.subject_key) == ("named", None, None)
+    assert [answer.status_code for answer in refused] == [403] * 5
+    assert {answer.json()["error"]["code"] for answer in refused} == {"permission_denied"}
+    assert of_another.status_code == 404
+    assert of_another.json()["error"]["code"] == "model_not_found"
+    assert await deployed.revision_of() == deployed.canary_id
+    await stand.check_books()
 
 
 async def change_pin(stand: Stand, deployment_id: UUID, **values: Any) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.config import DEFAULT_GPU_SEQS, DEFAULT_SEQS, EngineConfig
-from loraplex_platform.cli import app
 from loraplex_platform.planning.capacity import (
     DEFAULT_MAX_LORAS,
     DEFAULT_ROWS,
@@ -25,7 +24,8 @@ from loraplex_platform.planning.capacity import (
     plan_capacity,
 )
 from loraplex_platform.planning.cost import Prices, judge, plan_cost
-from typer.testing import CliRunner
+
+from tests.support.command_tree import invoke
 
 # Llama 3 8B, from its published config.json.
 SHAPE = ModelShape(
@@ -220,7 +220,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+    done = invoke(["plan", *arguments], {"COLUMNS": "200"})
     return done.exit_code, done.stdout, done.stderr
 
 

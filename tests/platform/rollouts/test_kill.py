@@ -215,6 +215,7 @@ async def scene(db_url: str, redis_url: str, short_tmp_path: Path) -> AsyncItera
 GATE = {**ERRORS_ONLY, "error_rate": {"max_increase": 0.4, "min_requests": 20}}
 
 
+@pytest.mark.slow
 async def test_killed_workers_lose_no_transition_and_double_none(scene: Scene) -> None:
     rollout = await scene.world.started(steps=STEPS, gate=GATE, sticky_by="user")
     name = rollout["id"]
