@@ -17,9 +17,8 @@ import yaml
 from loraplex_engine.server_cli import make_parser
 from loraplex_platform import reference
 
-from tests.support.command_tree import COMMANDS, TREE, groups, options_of
-
 from tests.support import screenshots
+from tests.support.command_tree import COMMANDS, TREE, groups, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])

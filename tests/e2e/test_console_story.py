@@ -58,6 +58,9 @@ def ask(fleet: Fleet, secret: str, *users: str) -> None:
             assert answer.is_success, answer.text
 
 
+@pytest.mark.timeout(
+    400
+)  # the demo starts within it; the story itself takes a minute on a quiet machine
 def test_from_a_new_tenant_to_a_canary_rolled_back_and_the_invoice(
     page: Page, demo_fleet: Fleet, pictures: Pictures
 ) -> None:

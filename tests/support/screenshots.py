@@ -23,8 +23,8 @@ FOLDER = ROOT / "docs" / "screenshots"
 TESTS = (*(ROOT / "tests" / "e2e").glob("*.py"), *(ROOT / "tests" / "admin_ui").glob("*.py"))
 MAX_BYTES = 150_000
 MAX_FILES = 25
-# Text on two or three colours of ground looks the same, in a third of the bytes.
-_COLOURS = 128
+# Text on two or three colours of ground looks the same, in less than half of the bytes.
+_COLOURS = 256
 _MIN_HEIGHT, _MAX_HEIGHT = 640, 2400
 # Streamlit scrolls its own parts, not the document: the window is made as high as what is in them.
 _HEIGHT = """() => {
@@ -34,8 +34,10 @@ _HEIGHT = """() => {
         const padding = parseFloat(getComputedStyle(found).paddingBottom);
         return found.getBoundingClientRect().bottom - padding;
     };
-    const scrolled = document.querySelector('[data-testid="stMain"]')?.scrollTop ?? 0;
-    return Math.ceil(scrolled + end('[data-testid="stMainBlockContainer"]')) + 32;
+    document.querySelector('[data-testid="stMain"]').scrollTop = 0;
+    const contents = ['stMainBlockContainer', 'stSidebarUserContent'].map(
+        (name) => end(`[data-testid="${name}"]`));
+    return Math.ceil(Math.max(...contents)) + 32;
 }"""
 
 
@@ -86,6 +88,7 @@ class Pictures:
 
 def _whole(page: Page) -> bytes:
     browser.settle(page)
+    page.mouse.move(0, 0)  # what it points at grows tools
     before = page.viewport_size
     assert before is not None
     height = max(_MIN_HEIGHT, min(_MAX_HEIGHT, int(page.evaluate(_HEIGHT))))

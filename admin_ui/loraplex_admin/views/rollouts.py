@@ -37,6 +37,8 @@ _STICKY = {
     "tenant": "the whole tenant",
 }
 _MINUTE_S = 60
+# Of the column that marks the step that is now.
+_MARK_PX = 30
 
 
 def render(api: Api, access: Access) -> None:
@@ -69,12 +71,12 @@ def render(api: Api, access: Access) -> None:
                 "to": f"revision {one['canary_number']}",
                 "state": _state(one),
                 "step": _step_of(one),
-                "canary's share": f"{one['weight_bp'] / _BP:.2%}",
+                "canary's share": f"{_share_of(one):.2%}",
                 "began": fmt.time(one["started_at"], zone),
                 "ended": fmt.time(one["ended_at"], zone),
             },
             numbers=("canary's share",),
-            wide=("deployment",),
+            wide=("began", "ended"),
         ),
         search_label="Search rollouts",
         empty="No rollout is so. Choose *any* state."
@@ -115,6 +117,10 @@ def _step_of(rollout: Row) -> str:
     if rollout["step"] is None:
         return "–"
     return f"{rollout['step'] + 1} of {len(rollout['steps'])}"
+
+
+def _share_of(rollout: Row) -> float:
+    return 1.0 if rollout["state"] == "promoted" else float(rollout["weight_bp"] / _BP)
 
 
 def _say_step(step: Row) -> str:
@@ -241,7 +247,7 @@ def _watch(rollouts: Collection, rollout: Row, zone: str) -> None:
         st.info(
             f"It ended {fmt.time(rollout['ended_at'], zone)}: {fmt.literal(rollout['end_reason'])}"
         )
-    canary = 1.0 if rollout["state"] == "promoted" else rollout["weight_bp"] / _BP
+    canary = _share_of(rollout)
     charts.split(
         [
             (f"stable (revision {rollout['stable_number']})", 1 - canary),
@@ -280,7 +286,13 @@ def _steps(rollout: Row, zone: str) -> None:
                 else "–",
             }
         )
-    st.dataframe(rows, hide_index=True, key=f"steps_{rollout['id']}")
+    st.dataframe(
+        rows,
+        hide_index=True,
+        column_config={"": st.column_config.TextColumn(width=_MARK_PX)}
+        | {name: st.column_config.TextColumn(width="medium") for name in ("since", "may go on")},
+        key=f"steps_{rollout['id']}",
+    )
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -331,12 +343,16 @@ def _sides(metrics: Row) -> None:
             {
                 "gate": gate["gate"].replace("_", " "),
                 "says": gate["verdict"],
-                "in words": fmt.cell(gate["summary"]),
+                "in words": fmt.cell(gate["summary"].removeprefix(f"{gate['gate']}: ")),
             }
             for gate in metrics["gates"]
         ],
         hide_index=True,
-        column_config={"in words": st.column_config.TextColumn(width="large")},
+        height="content",
+        column_config={
+            "says": st.column_config.TextColumn(width="small"),
+            "in words": st.column_config.TextColumn(width="large"),
+        },
         key="rollout_gates",
     )
 
@@ -358,6 +374,7 @@ def _events(rollouts: Collection, rollout: Row, zone: str) -> None:
                     "who": fmt.cell(one["actor"]),
                     "in words": fmt.cell(one["message"]),
                 },
+                wide=("who",),
                 widest=("in words",),
             ),
             empty="Nothing has happened to it yet.",
