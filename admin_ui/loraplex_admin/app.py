@@ -2,7 +2,8 @@
 
 Streamlit cannot set an HttpOnly cookie, so login form and session belong to the control API. Passing
 them through makes the console one origin: the browser needs to reach nothing else, and the cookie
-belongs to whatever host name the reader has typed. A visit without a session is sent to the form.
+belongs to whatever host name the reader has typed. A visit without a session is sent to the form, and
+from there, by whichever way the reader logs in, back to the page that was asked for.
 
 `streamlit run app.py` (what `loraplex console` does) finds `app`; the pages are in `console.py`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote, unquote, urlsplit
 
 import httpx
 import streamlit as st
@@ -25,6 +27,12 @@ from loraplex_admin.api import SESSION_COOKIE
 
 LOGIN_PATH: Final = "/login"
 JOIN_PATH: Final = "/join"
+# Where a reader was going when the form came between; nothing secret, and only ever an address here.
+BACK_COOKIE: Final = "loraplex_back"
+_BACK_S: Final = 600
+_MAX_BACK_CHARS: Final = 2000
+# While the control API is away the form's address tries again by itself.
+_RETRY_S: Final = 3
 _MAX_FORM_BYTES: Final = 16 * 1024
 _TIMEOUT_S: Final = 15.0
 # What the form needs: who sends it from which page, and the throttle's idea of the visitor.
@@ -69,7 +77,10 @@ async def pass_form(request: Request) -> Response:
                 request.method, f"{request.url.path}{query}", headers=headers, content=body
             )
     except httpx.TransportError:
-        return PlainTextResponse("The control API does not answer. Is it running?", 503)
+        retry = {"refresh": str(_RETRY_S)} if request.method == "GET" else {}
+        return PlainTextResponse(
+            "The control API does not answer. Is it running?", 503, headers=retry
+        )
     passed = Response(answer.content, answer.status_code)
     for name, value in answer.headers.multi_items():
         if name not in _DROPPED_HEADERS:
@@ -89,10 +100,38 @@ class LoginRedirect:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _is_page(request := Request(scope)):
             token = request.cookies.get(SESSION_COOKIE, "")
+            answer: Response | None = None
             if not await _is_live(token):
-                await RedirectResponse(LOGIN_PATH, 303)(scope, receive, send)
+                answer = RedirectResponse(LOGIN_PATH, 303)
+                _remember(answer, request)
+            elif request.url.path == "/" and (back := _back_of(request)) is not None:
+                answer = RedirectResponse(back, 303)
+                answer.delete_cookie(BACK_COOKIE)
+            if answer is not None:
+                await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _remember(answer: Response, request: Request) -> None:
+    """Keep the address that was asked for, so that the login leads there."""
+    query = f"?{request.url.query}" if request.url.query else ""
+    address = quote(f"{request.url.path}{query}", safe="")
+    if request.url.path != "/" and len(address) <= _MAX_BACK_CHARS:
+        answer.set_cookie(
+            BACK_COOKIE, address, max_age=_BACK_S, httponly=True, samesite="lax", path="/"
+        )
+
+
+def _back_of(request: Request) -> str | None:
+    """What `_remember` kept, where it is an address here: cookies can be set by a neighbour's page."""
+    address = unquote(request.cookies.get(BACK_COOKIE, ""))
+    is_plain = address.isprintable() and "\\" not in address and len(address) <= _MAX_BACK_CHARS
+    if not is_plain or not address.startswith("/") or address.startswith("//"):
+        return None
+    parts = urlsplit(address)
+    is_here = not parts.scheme and not parts.netloc and parts.path not in ("/", LOGIN_PATH)
+    return quote(address, safe="/?&=%+,:;@-._~") if is_here else None
 
 
 def _is_page(request: Request) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Mapping
+from typing import Any, Final
 
 import streamlit as st
 
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, Tenant
-from loraplex_admin.components import address
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, Tenant
+from loraplex_admin.components import address, redirect
 
 # Enough for a select box with search; beyond it the reader pastes an id.
 MAX_CHOICES = 100
+_RETRY_S: Final = 3.0
+_KEPT: Final = "typed_before_the_api_went_away"
 
 
 def tenant(
@@ -144,11 +148,51 @@ def show_refusal(error: ApiError) -> None:
     where = f" ({fmt.code(error.param)})" if error.param else ""
     if error.status == 401:
         st.error("Your session is over. Nothing was changed.", icon=":material/lock_clock:")
-        st.link_button("Log in again", "/login", type="primary")
+        offer_login("Log in again")
         return
     st.error(f"{fmt.literal(str(error))}{where}", icon=":material/error:")
 
 
-def show_unreachable() -> None:
-    """One line instead of a page."""
+def offer_login(label: str) -> None:
+    """By this page's own address, which without a session leads to the form and from there back here."""
+    if st.button(label, type="primary", key="log_in"):
+        redirect.to(redirect.here())
+
+
+def _keep_what_was_typed() -> None:
+    """Before a run that does not draw the page: Streamlit forgets what those fields hold that it does not see in a run.
+
+    Buttons, uploads and ticked rows are left out: nothing may be set into those, and pressed once is enough.
+    """
+    kept: dict[str, Any] = st.session_state.setdefault(_KEPT, {})
+    for name, value in st.session_state.to_dict().items():
+        is_words = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if is_words or type(value) in (str, int, float):
+            kept[str(name)] = value
+
+
+def give_back_what_was_typed() -> None:
+    """Into the fields of a page that is drawn again after `wait_for_the_api`; before any of them is."""
+    for name, value in st.session_state.pop(_KEPT, {}).items():
+        st.session_state[name] = value
+
+
+def wait_for_the_api(api: Api) -> None:
+    """One line instead of a page, and the page by itself as soon as the control API answers again."""
+    _keep_what_was_typed()
+    began_s = clock.monotonic()
     st.error("The control API does not answer. Is it running?", icon=":material/cloud_off:")
+    st.caption("This page comes back by itself as soon as it does, with what was typed.")
+    st.button("Try again", key="retry")
+
+    @st.fragment(run_every=_RETRY_S)
+    def look() -> None:
+        if clock.monotonic() - began_s < _RETRY_S / 2:
+            return  # the first look is a part of this run, and nobody would have read it
+        try:
+            api.session()
+        except (ApiUnreachableError, ApiError):
+            return
+        st.rerun()
+
+    look()

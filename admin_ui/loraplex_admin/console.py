@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import streamlit as st
 from streamlit.navigation.page import Page as StreamlitPage
@@ -16,7 +16,6 @@ from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableErro
 
 # A file of our own: Streamlit fetches icons and emoji of its own from elsewhere.
 _ICON = Path(__file__).with_name("icon.png")
-_RETRY_S: Final = 3.0
 
 
 def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = False) -> StreamlitPage:
@@ -30,7 +29,8 @@ def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = Fals
         try:
             page.render(api, access)
         except ApiUnreachableError:
-            choices.show_unreachable()
+            # It went away while this very page was drawn.
+            choices.wait_for_the_api(api)
         except ApiError as error:
             choices.show_refusal(error)
 
@@ -44,28 +44,37 @@ def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = Fals
     )
 
 
+def _refused(page: catalog.Page, access: Access) -> StreamlitPage:
+    """At the address of a page that this reader may not see: that, instead of another page as if nothing were."""
+
+    def run() -> None:
+        st.title(page.title)
+        st.error(
+            f"You are not allowed to see this page: you are {fmt.literal(access.role)}, and it takes "
+            f"{fmt.code(page.action)}.",
+            icon=":material/lock:",
+        )
+        st.caption(
+            "An owner or admin of the tenant gives roles under *Members*; an admin of the platform under *Settings*."
+        )
+
+    return st.Page(run, title=page.title, url_path=page.path, visibility="hidden")
+
+
 def _ask_to_log_in() -> None:
     """For a page that was open when its session ended; `app.py` sends fresh visits to the form."""
     _left, middle, _right = st.columns([1, 2, 1])
     with middle:
         st.title("You are logged out")
-        st.link_button("Log in", "/login", type="primary")
+        st.caption("After the login you are back on this page.")
+        choices.offer_login("Log in")
 
 
-def _wait_for_the_api(api: Api) -> None:
-    """One line, and the page by itself as soon as the control API answers again."""
-    choices.show_unreachable()
-    st.button("Try again", key="retry")
-
-    @st.fragment(run_every=_RETRY_S)
-    def look() -> None:
-        try:
-            api.session()
-        except (ApiUnreachableError, ApiError):
-            return
-        st.rerun()
-
-    look()
+def _instead_of_any_page(draw: Callable[[], None]) -> None:
+    """At whatever page's address, which Streamlit would else forget: it knows only the pages of a run."""
+    start = st.Page(draw, title="Loraplex", url_path="start", default=True)
+    others = [st.Page(draw, title=one.title, url_path=one.path) for one in catalog.PAGES]
+    st.navigation([start, *others], position="hidden").run()
 
 
 def main() -> None:
@@ -77,19 +86,23 @@ def main() -> None:
     try:
         session = api.session()
     except ApiUnreachableError:
-        _wait_for_the_api(api)
+        _instead_of_any_page(lambda: choices.wait_for_the_api(api))
         return
     except ApiError as error:
-        choices.show_refusal(error)
+        refusal = error
+        _instead_of_any_page(lambda: choices.show_refusal(refusal))
         return
     if session is None:
-        _ask_to_log_in()
+        _instead_of_any_page(_ask_to_log_in)
         return
     access = Access.of(session)
     pages = catalog.pages_for(access)
     sections = {pages[0].section: [_page(pages[0], api, access, is_start=True)]}
     for page in pages:
         sections.setdefault(page.section, []).append(_page(page, api, access))
+    sections[pages[0].section] += [
+        _refused(page, access) for page in catalog.PAGES if page not in pages
+    ]
     navigation = st.navigation(sections, expanded=True)
     st.logo(str(_ICON), size="large")
     with st.sidebar:
@@ -97,6 +110,7 @@ def main() -> None:
         if st.button("Log out", key="log_out", type="tertiary", icon=":material/logout:"):
             api.log_out()
             st.rerun()
+    choices.give_back_what_was_typed()
     navigation.run()
 
 

@@ -58,7 +58,7 @@ def _zone(name: str) -> tuple[tzinfo, str]:
         return UTC, name
     try:
         return ZoneInfo(name), name
-    except (ZoneInfoNotFoundError, ValueError):
+    except (ZoneInfoNotFoundError, ValueError, OSError):  # the last one: a name too long for a file
         return UTC, "UTC"
 
 

@@ -22,13 +22,15 @@ _WIDGETS = (
 
 
 def _script(path, api, access):  # AppTest runs its text alone, where no name of this module exists
-    from loraplex_admin.api import ApiError
+    from loraplex_admin.api import ApiError, ApiUnreachableError
     from loraplex_admin.catalog import PAGES
-    from loraplex_admin.choices import show_refusal
+    from loraplex_admin.choices import show_refusal, wait_for_the_api
 
     page = next(page for page in PAGES if page.path == path)
     try:
         page.render(api, access)
+    except ApiUnreachableError:
+        wait_for_the_api(api)
     except ApiError as error:
         show_refusal(error)
 

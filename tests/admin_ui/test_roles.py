@@ -69,7 +69,10 @@ def test_the_sidebar_is_what_the_apis_table_allows(role: str, logins: dict[str, 
     assert shown >= ALWAYS
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "role",
+    [role if role == "billing" else pytest.param(role, marks=pytest.mark.slow) for role in ROLES],
+)
 def test_each_page_works_or_is_refused_by_the_api_itself(
     role: str, logins: dict[str, Api], tenant: dict[str, Any]
 ) -> None:

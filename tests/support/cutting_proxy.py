@@ -2,6 +2,7 @@
 
 with CuttingProxy(port, cuts=[1000, 0, 70_000]) as proxy:    # then it cuts no more
     ... f"http://127.0.0.1:{proxy.port}"
+    proxy.cut_now()    # all that are open
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class CuttingProxy:
         self.target = port
         self._cuts = list(cuts)
         self.num_cuts = 0
+        self._open: set[socket.socket] = set()
 
     def __enter__(self) -> Self:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -29,6 +31,14 @@ class CuttingProxy:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
+
+    def cut_now(self) -> None:
+        """Cut every connection that is open; new ones go to `target`, whatever that is by now."""
+        for end in list(self._open):
+            # Threads that still read hold a socket open that is only closed.
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.num_cuts += 1
 
     def _accept(self) -> None:
         while True:
@@ -42,9 +52,12 @@ class CuttingProxy:
         left = self._cuts.pop(0) if self._cuts else None
         with (
             client,
+            contextlib.ExitStack() as stack,
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", self.target)) as server,
         ):
+            self._open |= {client, server}
+            stack.callback(self._open.difference_update, {client, server})
             back = threading.Thread(target=self._back, args=(server, client), daemon=True)
             back.start()
             while piece := client.recv(65536):

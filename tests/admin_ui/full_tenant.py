@@ -1,0 +1,136 @@
+"""A tenant that has something on every page of the console, made over the control API as its people would."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from tests.admin_ui.corpus import NAMES
+from tests.admin_ui.stand import Stand
+from tests.platform.control.stand import BASE, adapter
+from tests.support.processes import wait_until
+
+_CASES = (("france", "Capital of France?", "base model"), ("spain", "Capital of Spain?", "Madrid"))
+_RUNNING = ("queued", "running")
+
+
+def fill(platform: Stand, slug: str, name: str) -> dict[str, Any]:
+    """Make it: the tenant, with `opened`: for a page what of it can be opened, as in its address."""
+    tenant = platform.post(
+        "/tenants", json={"slug": slug, "name": name, "billing_tz": "Asia/Kathmandu"}
+    )
+    at = f"/tenants/{tenant['id']}"
+    keys = []
+    for text in NAMES:
+        answer = platform.http.post(f"/admin/v1{at}/keys", json={"name": text.strip()})
+        # The API refuses what could break a log.
+        keys += [answer.json()] if answer.is_success else []
+    platform.post(f"{at}/projects", json={"name": "مشروع الدردشة **one**"})
+    for number in range(2):
+        body = {"email": f"new-{number}@a-very-long-domain-name.example.org", "role": "developer"}
+        platform.post(f"{at}/invitations", json=body)
+    member = platform.member(tenant["id"], "viewer")
+    assert member.session() is not None
+    opened = _models(platform, at, tenant["id"])
+    _money(platform, at, tenant["id"], keys)
+    hook = platform.post(
+        f"{at}/webhooks",
+        json={"url": "https://example.com/?<script>alert(1)</script>", "topics": ["alert"]},
+    )
+    tested = platform.http.post(f"/admin/v1{at}/webhooks/{hook['id']}/test")
+    assert tested.is_success, tested.text
+    for number in range(3):
+        assert platform.ask(keys[0]["secret"], ("capitals", "only-base", BASE)[number]).is_success
+    requests = platform.http.get(f"/admin/v1/requests?tenant_id={tenant['id']}").json()["data"]
+    refused = platform.ask(keys[1]["secret"])
+    assert refused.status_code == 429, refused.text
+    month = f"{datetime.now(ZoneInfo('Asia/Kathmandu')):%Y-%m}"
+    invoice = platform.post(f"{at}/invoices", json={"month": month})
+    [book, *_] = platform.http.get("/admin/v1/price-books").json()["data"]
+    audit = platform.http.get(f"/admin/v1/audit?tenant_id={tenant['id']}").json()["data"]
+    opened |= {
+        "tenants": {"id": tenant["id"]},
+        "invoices": {"id": invoice["id"]},
+        "keys": {"id": keys[3]["id"]},
+        "prices": {"id": book["id"]},
+        "webhooks": {"id": hook["id"]},
+        "requests": {"id": requests[0]["id"]},
+        "limits": {"request": refused.headers["x-request-id"]},
+        "audit": {"id": audit[-1]["id"]},
+    }
+    return tenant | {"keys": keys, "opened": opened}
+
+
+def _models(platform: Stand, at: str, tenant_id: str) -> dict[str, dict[str, str]]:
+    versions = [
+        platform.upload(tenant_id, "capitals", adapter(seed=seed), is_probed=seed == 2)
+        for seed in (1, 2)
+    ]
+    adapter_id = versions[0]["id"]
+    first, second = (one["version"]["id"] for one in versions)
+    alias = platform.http.put(
+        f"/admin/v1{at}/adapters/{adapter_id}/aliases/production", json={"version_id": first}
+    )
+    assert alias.is_success, alias.text
+    platform.deploy(tenant_id, "capitals", first)
+    platform.deploy(tenant_id, "only-base", None)
+    platform.post(f"{at}/deployments/capitals/revisions", json={"version_id": second})
+    rollout = platform.post(
+        f"{at}/rollouts",
+        json={
+            "deployment": "capitals",
+            "steps": [{"kind": "canary", "weight_bp": 5000, "hold_s": 86_400}],
+        },
+    )
+    platform.post(f"{at}/rollouts/{rollout['id']}/start")
+    suite = platform.post(
+        f"{at}/eval-suites",
+        json={
+            "name": "capitals-of-the-world.all",
+            "lines": [
+                {
+                    "id": id_,
+                    "messages": [{"role": "user", "content": question}],
+                    "checks": [{"type": "contains", "value": value}],
+                }
+                for id_, question, value in _CASES
+            ],
+        },
+    )
+    run = platform.post(
+        f"{at}/eval-runs", json={"suite_id": suite["id"], "deployment": "only-base"}
+    )
+
+    def is_over() -> bool:
+        answer = platform.http.get(f"/admin/v1{at}/eval-runs/{run['id']}")
+        return str(answer.json()["state"]) not in _RUNNING
+
+    wait_until(is_over, deadline_s=60)
+    return {
+        "adapters": {"id": adapter_id},
+        "deployments": {"id": "capitals"},
+        "rollouts": {"id": rollout["id"]},
+        "evals": {"id": run["id"]},
+    }
+
+
+def _money(platform: Stand, at: str, tenant_id: str, keys: list[dict[str, Any]]) -> None:
+    for body in (
+        {"scope_kind": "tenant", "scope_id": tenant_id, "metric": "cost", "period": "month"}
+        | {"value": "100.00"},
+        {"scope_kind": "key", "scope_id": keys[0]["id"], "metric": "rpm", "value": "60"},
+        # Its alert comes with the first request.
+        {"scope_kind": "tenant", "scope_id": tenant_id, "metric": "requests", "period": "month"}
+        | {"value": "100", "alert_pct": [1]},
+        {"scope_kind": "key", "scope_id": keys[1]["id"], "metric": "requests", "period": "day"}
+        | {"value": "0"},
+    ):
+        platform.post("/limits", json=body)
+    profile = platform.http.put(
+        f"/admin/v1{at}/billing-profile",
+        json={"legal_name": "Acme **Corp.** שלום", "address": "1 <b>Main</b> St\nSpringfield"},
+    )
+    assert profile.is_success, profile.text
+    body = {"kind": "credit", "amount_usd": "5.00", "reason": "=1+1 Goodwill <i>"}
+    platform.post(f"{at}/adjustments", json=body)
