@@ -34,7 +34,7 @@ insert into api_keys (id, tenant_id, name, public_id, last4, status, revoked_at,
 select (lpad(to_hex(1700000000000 + n), 12, '0') || '7' || lpad(to_hex(n %% 4096), 3, '0') || '8'
         || lpad(to_hex(n), 15, '0'))::uuid,
     case when n %% 2 = 0 then %(mine)s::uuid else %(other)s::uuid end,
-    'key ' || n, lpad(n::text, 12, '0'), '0000',
+    'key ' || n, 'k' || lpad(n::text, 11, '0'), '0000',
     case when n %% 8 = 0 then 'revoked' else 'active' end,
     case when n %% 8 = 0 then now() end,
     case when n %% 2 = 0 and n %% 20 = 0 then %(project)s::uuid end
@@ -44,6 +44,14 @@ _PLAN = """
 explain (analyze, buffers, costs off, timing off)
 select * from api_keys where tenant_id = %(mine)s {more} order by id desc limit 101
 """
+
+
+def fill(db_url: str, ids: dict[str, str], num_keys: int) -> None:
+    """So many keys of the tenant `mine`, a tenth of them in its `project`, and as many of the `other`."""
+    with psycopg.connect(db_url) as connection:
+        connection.execute(_FILL, ids | {"keys": num_keys})
+    with psycopg.connect(db_url, autocommit=True) as connection:
+        connection.execute("vacuum analyze api_keys")
 
 
 async def measure(num_keys: int) -> None:
@@ -75,10 +83,7 @@ async def _measure(stand: Stand, db_url: str, num_keys: int) -> None:
         "other": other.removeprefix("ten_"),
         "project": project.removeprefix("prj_"),
     }
-    with psycopg.connect(db_url) as connection:
-        connection.execute(_FILL, ids | {"keys": num_keys})
-    with psycopg.connect(db_url, autocommit=True) as connection:
-        connection.execute("vacuum analyze api_keys")
+    fill(db_url, ids, num_keys)
     client = stand.admin
     for title, params in (
         ("all", {}),

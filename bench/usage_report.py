@@ -113,7 +113,7 @@ async def measure(num_rows: int, parts: list[str]) -> None:
                 )
             )
             async with Stand.open(postgres.url, redis.url, folder / "stand") as stand:
-                large = await _fill(stand, postgres.url, num_rows)
+                large = await fill(stand, postgres.url, num_rows)
                 if "reports" in parts:
                     await _reports(stand, postgres.url, large)
                 if "quotas" in parts:
@@ -140,7 +140,8 @@ def _configure(url: str, *, is_filling: bool) -> None:
         owner.execute("select pg_reload_conf()")
 
 
-async def _fill(stand: Stand, url: str, num_rows: int) -> Customer:
+async def fill(stand: Stand, url: str, num_rows: int) -> Customer:
+    """A thousand tenants' month, rolled up; the large one of them, which is called tenant-0."""
     callers = _callers(url)
     _configure(url, is_filling=True)
     start = first_day()
@@ -297,7 +298,7 @@ async def _time(stand: Stand, title: str, params: dict[str, Any]) -> float:
     """Milliseconds, the longest of some."""
     client = stand.admin
     times_ms: list[float] = []
-    cpu_began_s, server_began_s = time.process_time(), _server_cpu_s(stand)
+    cpu_began_s, server_began_s = time.process_time(), server_cpu_s(stand)
     is_file = params.get("format") == "csv"
     repeats = FILE_REPEATS if is_file else REPEATS
     for _ in range(repeats):
@@ -306,7 +307,7 @@ async def _time(stand: Stand, title: str, params: dict[str, Any]) -> float:
         times_ms.append(1000 * (time.perf_counter() - began_s))
         answer.raise_for_status()
     cpu_ms = 1000 * (time.process_time() - cpu_began_s) / repeats
-    server_ms = 1000 * (_server_cpu_s(stand) - server_began_s) / repeats
+    server_ms = 1000 * (server_cpu_s(stand) - server_began_s) / repeats
     rows = answer.text.count("\n") - 1 if is_file else len(answer.json()["data"])
     print(
         f"{title}: {rows} rows, median {statistics.median(times_ms):.0f} ms, longest "
@@ -317,8 +318,8 @@ async def _time(stand: Stand, title: str, params: dict[str, Any]) -> float:
     return max(times_ms)
 
 
-def _server_cpu_s(stand: Stand) -> float:
-    """Of the Postgres whose socket lies beside the stand's folder, all its processes."""
+def server_cpu_s(stand: Stand) -> float:
+    """CPU seconds of the Postgres whose socket lies beside the stand's folder, all its processes."""
     pid = int((stand.folder.parent / "pg/cluster/postmaster.pid").read_text().split()[0])
     server = psutil.Process(pid)
     return sum(

@@ -447,12 +447,6 @@ FUNCTIONS: tuple[tuple[str, tuple[Edit, ...]], ...] = (
     ("loraplex_erase_tenant", ERASE),
 )
 
-# Constraints on rows that were there: checked without keeping anybody from writing.
-VALIDATE = """
-ALTER TABLE requests VALIDATE CONSTRAINT ck_requests_kind;
-ALTER TABLE requests VALIDATE CONSTRAINT ck_requests_arm;
-"""
-
 DROP = """
 ALTER TABLE ledger DROP COLUMN revision_id;
 DROP INDEX ix_requests_rollout_id;
@@ -486,7 +480,6 @@ def upgrade() -> None:
     run_sql(BEFORE, TABLES, COLUMNS, ALIAS_EVENTS, PIN_EVENTS, BOOKS, RIGHTS)
     for name, edits in FUNCTIONS:
         edit_function(name, *edits)
-    run_sql(VALIDATE)
 
 
 def downgrade() -> None:

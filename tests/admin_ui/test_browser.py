@@ -49,6 +49,8 @@ def quick(values: Any, some: Any) -> list[Any]:
 def session_of(platform: Stand, tenant: dict[str, Any], role: str) -> Api:
     if role.startswith("platform "):
         return platform.api(role.removeprefix("platform "))
+    if role in tenant:  # one of its people already
+        return tenant[role]  # type: ignore[no-any-return]
     return platform.member(tenant["id"], role)
 
 

@@ -36,13 +36,18 @@ _SUBJECTS: Final = (
     ("rollout_id", "rollout"),
     ("webhook_id", "webhook"),
 )
+# What a payload that is not as it should be comes to: the database keeps whatever it was told.
+_ODD: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
 _ERRORS: Final = frozenset({"pin_expired", "eval_changed", "rollout_aborted", "webhook_failed"})
 
 
 def severity_of(kind: str, payload: Mapping[str, Any]) -> Severity:
     """`error`: something is refused, wrong or over; `warning`: it will be, if nobody looks."""
     if kind == "limit_threshold":
-        is_over = int(payload.get("pct", 0)) >= _FULL_PCT and bool(payload.get("is_hard"))
+        try:
+            is_over = int(payload.get("pct", 0)) >= _FULL_PCT and bool(payload.get("is_hard"))
+        except _ODD:
+            is_over = True  # nobody can tell: rather look
         return "error" if is_over else "warning"
     return "error" if kind in _ERRORS else "warning"
 
@@ -74,7 +79,14 @@ def _public_id(kind: str, text: object) -> str | None:
 def summary_of(kind: str, payload: Mapping[str, Any], zone: str) -> str:
     """One or two sentences. `zone`: of the times in them."""
     say = _SENTENCES.get(kind)
-    return f"{kind.replace('_', ' ')}." if say is None else say(payload, zone)
+    name = kind.replace("_", " ")
+    if say is None:
+        return f"{name}."
+    try:
+        return say(payload, zone)
+    except _ODD:
+        # The list is of all alerts: one that is not as it should be must not take it away.
+        return f"{name}: what it said is not as it should be and cannot be shown."
 
 
 def _limit(payload: Mapping[str, Any], _zone: str) -> str:

@@ -183,6 +183,27 @@ async def test_members_see_their_own_tenants_alerts_and_no_others(stand: Stand, 
     assert [row["tenant_id"] for row in own] == [mine["id"]]
     error_of(foreign, 404, "not_found")
     assert len((await stand.admin.get(ALERTS)).json()["data"]) == 3
+    of_one = await stand.admin.get(ALERTS, params={"tenant_id": theirs["id"]})
+    assert [row["tenant_id"] for row in of_one.json()["data"]] == [theirs["id"]]
+
+
+@pytest.mark.parametrize("kind", sorted(OF_EVERY_KIND))
+async def test_one_that_is_not_as_it_should_be_does_not_take_the_list_away(
+    stand: Stand, kind: str
+) -> None:
+    whole = OF_EVERY_KIND[kind] | {"kind": kind}
+    odd = [{"kind": kind}]
+    for name in whole.keys() - {"kind"}:
+        odd.append({other: value for other, value in whole.items() if other != name})
+        odd += [whole | {name: value} for value in (None, {}, [1], "x", 10**30, -1, True)]
+    for number, payload in enumerate(odd):
+        await tell(stand, f"{kind}-{number}", payload)
+
+    page = await stand.admin.get(ALERTS, params={"limit": 100})
+
+    assert page.status_code == 200, page.text
+    assert len(page.json()["data"]) == min(len(odd), 100)
+    assert all(row["summary"] for row in page.json()["data"])
 
 
 async def test_old_alerts_go_as_retention_says(stand: Stand) -> None:

@@ -23,6 +23,7 @@ from loraplex_platform.tenancy.authentication import authenticate
 
 from tests.platform.control.people import member
 from tests.platform.control.stand import ADMIN_KEY, Stand, error_of
+from tests.support.billing import STANDARD_BOOK
 from tests.support.metering import PEPPER, run_sql
 from tests.support.processes import until
 
@@ -237,6 +238,29 @@ async def test_a_revision_is_asked_by_its_id_as_a_pin_would_have_it(setting: Set
     assert error_of(gone, 409, "conflict")["param"] == "revision_id"
     for refused in none_such:
         assert error_of(refused, 404, "not_found")["param"] == "revision_id"
+    assert len(setting.gateway.tickets) == 2
+
+
+async def test_a_revision_with_another_price_book_is_asked_by_the_operator_only(
+    setting: Setting,
+) -> None:
+    stand, tenant_path = setting.stand, setting.path.removesuffix("/playground")
+    tenant_id = tenant_path.rpartition("/")[2]
+    revisions = []
+    for book in (format_id("price_book", STANDARD_BOOK), None):
+        content = {"version_id": None, "price_book_id": book}
+        put = await stand.admin.put(f"{tenant_path}/deployments/capitals", json=content)
+        assert put.status_code == 200, put.text
+        revisions.append(put.json()["revision"]["id"])
+    developer = await member(stand, tenant_id, "developer", "dev@acme.example")
+    ask = CHAT | {"revision_id": revisions[0]}
+
+    refused = await developer.post(setting.path, json=ask)
+    current = await developer.post(setting.path, json=CHAT | {"revision_id": revisions[1]})
+    operator = await stand.admin.post(setting.path, json=ask)
+
+    assert error_of(refused, 403, "permission_denied")["param"] == "revision_id"
+    assert current.status_code == operator.status_code == 200, current.text
     assert len(setting.gateway.tickets) == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -61,6 +62,14 @@ async def test_it_serves_on_a_free_port_drains_on_sigterm_and_returns_0(
     assert process.returncode == 0, errors.decode()
     assert '"event": "control_ready"' in errors.decode()
     assert ADMIN_KEY not in errors.decode()
+
+
+def test_an_answer_on_a_kept_connection_does_not_wait_for_acknowledgements() -> None:
+    with main._listen("127.0.0.1", 0) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with client, accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_it_says_why_it_does_not_start(

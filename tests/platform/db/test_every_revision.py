@@ -180,3 +180,23 @@ def test_two_migrators_at_once_do_the_work_once(postgres_server: PostgresServer)
 
         assert reached == [REVISIONS[-1]] * 2
         migrate.compare_with_models(settings)
+
+
+def test_old_rows_are_checked_while_everybody_works(postgres_server: PostgresServer) -> None:
+    """What reads every partition needs no lock that a request would wait for, nor waits for one of theirs."""
+    with postgres_server.empty() as url:
+        settings = database_settings(url)
+        migrate.upgrade(settings, "0019")
+        with psycopg.connect(url) as connection:
+            connection.execute("lock table requests in row exclusive mode")
+            upgrading = threading.Thread(
+                target=migrate.upgrade, args=(settings, "0020"), daemon=True
+            )
+            upgrading.start()
+            upgrading.join(timeout=60)
+            assert not upgrading.is_alive(), "it waits for what writes"
+        with psycopg.connect(url) as connection:
+            [unchecked] = connection.execute(
+                "select count(*) from pg_constraint where not convalidated"
+            ).fetchone() or [None]
+        assert unchecked == 0

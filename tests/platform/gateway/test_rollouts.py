@@ -13,7 +13,7 @@ from uuid import UUID
 import httpx
 import pytest
 from loraplex_engine.protocol import Generate
-from loraplex_platform.db import BaseModel, DeploymentRevision, Request
+from loraplex_platform.db import AdapterVersion, BaseModel, DeploymentRevision, Request
 from loraplex_platform.gateway import queries
 from loraplex_platform.ids import format_id, parse_id, uuid7
 from loraplex_platform.playground import revision_ticket
@@ -401,6 +401,42 @@ async def test_a_revision_is_named_by_the_control_apis_word_and_by_nobody_elses(
     assert of_another.json()["error"]["code"] == "model_not_found"
     assert await deployed.revision_of() == deployed.canary_id
     await stand.check_books()
+
+
+async def test_a_named_revision_is_one_that_the_key_may_call_and_that_can_be_served(
+    stand: Stand,
+) -> None:
+    deployed = await Deployed.make(stand)
+    async with stand.db.sessions() as session:
+        adapters = {
+            revision_id: await session.scalar(
+                select(AdapterVersion.adapter_id)
+                .join(
+                    DeploymentRevision, DeploymentRevision.adapter_version_id == AdapterVersion.id
+                )
+                .where(DeploymentRevision.id == revision_id)
+            )
+            for revision_id in (deployed.stable_id, deployed.canary_id)
+        }
+    granted = adapters[deployed.stable_id]
+    assert granted is not None
+    assert granted != adapters[deployed.canary_id]
+    _, secret = await add_key(stand, (("adapter", granted),))
+    faulty = await rollouts.add_revision(stand.db, deployed.id, params={"temperature": "hot"})
+
+    def ticket(revision_id: UUID) -> dict[str, str]:
+        signed = revision_ticket.sign(PEPPER, stand.customer.tenant_id, revision_id)
+        return {revision_ticket.HEADER: signed}
+
+    of_it = await deployed.ask(stand.http(secret), headers=ticket(deployed.stable_id))
+    of_another = await deployed.ask(stand.http(secret), headers=ticket(deployed.canary_id))
+    with_any = await deployed.ask(headers=ticket(deployed.canary_id))
+    broken = await deployed.ask(headers=ticket(faulty))
+
+    assert revision_of(of_it) == deployed.stable_id
+    assert (of_another.status_code, of_another.json()["error"]["code"]) == (404, "model_not_found")
+    assert revision_of(with_any) == deployed.canary_id
+    assert (broken.status_code, broken.json()["error"]["code"]) == (500, "revision_invalid")
 
 
 async def change_pin(stand: Stand, deployment_id: UUID, **values: Any) -> None:
