@@ -33,7 +33,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python3.13; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: help up test test-all lint bench gpu-check venv model chromium clean
+.PHONY: help up test test-all screenshots lint bench gpu-check venv model chromium clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,11 @@ test: venv model chromium ## Run the tests that CI runs
 
 test-all: venv model chromium ## Run every test, the slow ones too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+screenshots: venv model chromium ## Take the pictures in docs/screenshots anew, by the browser tests (minutes)
+	rm -f docs/screenshots/*.png
+	$(BIN)/python -m pytest -m browser --doc-screenshots tests/e2e tests/admin_ui $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q tests/test_docs.py -k "link or picture"
 
 lint: venv ## Check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -28,10 +28,21 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
     from tests.support.postgres import PostgresServer
+    from tests.support.screenshots import Pictures
 
 prepare_numerics()
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What becomes of the browser tests' pictures; see tests/support/screenshots.py."""
+    parser.addoption("--screenshots", type=Path, metavar="FOLDER", help="keep all pictures there")
+    parser.addoption(
+        "--doc-screenshots",
+        action="store_true",
+        help="renew the pictures in docs/screenshots (`make screenshots`)",
+    )
 
 
 def pytest_sessionstart() -> None:
@@ -144,6 +155,17 @@ def redis_url(_redis_server_url: str) -> str:
     client.flushall()
     client.close()
     return _redis_server_url
+
+
+@pytest.fixture(scope="session")
+def pictures(pytestconfig: pytest.Config) -> Pictures:
+    """Takes the pictures of browser tests: `.take(page, name)`."""
+    from tests.support.screenshots import Pictures
+
+    return Pictures(
+        pytestconfig.getoption("--screenshots"),
+        is_for_docs=pytestconfig.getoption("--doc-screenshots"),
+    )
 
 
 @pytest.fixture(autouse=True)

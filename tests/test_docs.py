@@ -17,6 +17,7 @@ import yaml
 from loraplex_engine.server_cli import make_parser
 from loraplex_platform import reference
 
+from tests.support import screenshots
 from tests.support.command_tree import COMMANDS, TREE, groups, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,6 +113,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             broken.append(target)
 
     assert broken == []
+
+
+def test_every_picture_of_the_console_is_shown_by_a_page_and_taken_by_a_test() -> None:
+    files = {path.stem: path.stat().st_size for path in screenshots.FOLDER.glob("*")}
+    shown = screenshots.shown_in_docs()
+
+    # That what is shown exists is told by the links above.
+    assert files.keys() - shown.keys() == set(), "no page shows them: delete them"
+    assert shown.keys() - screenshots.taken_by_tests() == set()
+    assert 0 < len(files) <= screenshots.MAX_FILES
+    assert max(files.values()) <= screenshots.MAX_BYTES
 
 
 def anchors(page: Path) -> set[str]:

@@ -59,7 +59,7 @@ def fill(platform: Stand, slug: str, name: str) -> dict[str, Any]:
         "limits": {"request": refused.headers["x-request-id"]},
         "audit": {"id": audit[-1]["id"]},
     }
-    return tenant | {"keys": keys, "opened": opened}
+    return tenant | {"keys": keys, "opened": opened, "viewer": member}
 
 
 def _models(platform: Stand, at: str, tenant_id: str) -> dict[str, dict[str, str]]:

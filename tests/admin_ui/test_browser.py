@@ -1,13 +1,11 @@
 """Every page in a real browser, by every role: it stands, nothing in a name comes alive, nothing is fetched from elsewhere.
 
-`LORAPLEX_SCREENSHOTS=folder` keeps pictures of all pages there: light, dark, narrow, empty and full.
+`--screenshots FOLDER` keeps pictures of all pages there: light, dark, narrow, empty and full.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -22,6 +20,7 @@ from tests.admin_ui.corpus import CORPUS
 from tests.admin_ui.driver import access_of
 from tests.admin_ui.stand import Stand, cookie_of
 from tests.support import browser
+from tests.support.screenshots import Pictures
 
 pytestmark = pytest.mark.browser
 
@@ -50,6 +49,8 @@ def quick(values: Any, some: Any) -> list[Any]:
 def session_of(platform: Stand, tenant: dict[str, Any], role: str) -> Api:
     if role.startswith("platform "):
         return platform.api(role.removeprefix("platform "))
+    if role in tenant:  # one of its people already
+        return tenant[role]  # type: ignore[no-any-return]
     return platform.member(tenant["id"], role)
 
 
@@ -68,12 +69,6 @@ def enter(chromium: Browser, url: str, api: Api, **options: Any) -> tuple[Page, 
     page.on("request", watch)
     page.context.add_cookies([{"name": SESSION_COOKIE, "value": cookie_of(api), "url": url}])
     return page, trouble
-
-
-def picture(page: Page, name: str) -> None:
-    folder = os.environ.get("LORAPLEX_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +94,12 @@ def width_beyond(page: Page) -> int:
 
 @pytest.mark.parametrize("role", quick(ROLES, QUICK_ROLES))
 def test_each_role_sees_its_pages_and_is_told_of_the_others(
-    role: str, platform: Stand, chromium: Browser, console_url: str, full: dict[str, Any]
+    role: str,
+    platform: Stand,
+    chromium: Browser,
+    console_url: str,
+    full: dict[str, Any],
+    pictures: Pictures,
 ) -> None:
     api = session_of(platform, full, role)
     allowed = pages_for(access_of(api))
@@ -118,7 +118,7 @@ def test_each_role_sees_its_pages_and_is_told_of_the_others(
         errors = page.get_by_test_id("stAlertContentError").all_inner_texts()
         refusals = [text for text in errors if "not allow" in text]
         assert bool(refusals) == (one not in allowed), (one.path, errors)
-        picture(page, f"{role.replace(' ', '-')}-{one.path}")
+        pictures.take(page, f"{role.replace(' ', '-')}-{one.path}")
     assert trouble == []
     page.context.close()
     seen = " ".join("sees" if one in allowed else "no" for one in PAGES)
@@ -140,11 +140,12 @@ def test_pages_are_as_wide_as_the_window_in_both_themes(
     chromium: Browser,
     console_url: str,
     full: dict[str, Any],
+    pictures: Pictures,
 ) -> None:
     page, trouble = enter(chromium, console_url, platform.api(), scheme=scheme, width=width)
     browser.visit(page, console_url, address(path, full))
     assert width_beyond(page) <= 0
-    picture(page, f"{scheme}-{width}-{path}")
+    pictures.take(page, f"{scheme}-{width}-{path}")
     assert trouble == []
     page.context.close()
 
@@ -158,6 +159,7 @@ def test_nothing_that_an_api_full_of_hostile_text_says_comes_alive(
     console_url: str,
     full: dict[str, Any],
     between: Altered,
+    pictures: Pictures,
 ) -> None:
     page, trouble = operator
     between.texts = CORPUS[first : first + 9]
@@ -170,7 +172,7 @@ def test_nothing_that_an_api_full_of_hostile_text_says_comes_alive(
     assert alive == []
     assert not page.get_by_test_id("stException").count()
     assert width_beyond(page) <= 0
-    picture(page, f"hostile-{first}-{path}")
+    pictures.take(page, f"hostile-{first}-{path}")
     assert trouble == []
     print(f"{path}: {between.num_changed - before} hostile values")
 
@@ -182,11 +184,12 @@ def test_an_empty_tenant_stands_on_every_page(
     console_url: str,
     empty: dict[str, Any],
     between: Altered,
+    pictures: Pictures,
 ) -> None:
     page, trouble = operator
 
     browser.visit(page, console_url, address(path, empty))
 
     assert not page.get_by_test_id("stException").count()
-    picture(page, f"empty-{path}")
+    pictures.take(page, f"empty-{path}")
     assert trouble == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, TimeoutError, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, TimeoutError, expect, sync_playwright
 
 from tests.support.processes import wait_until
 
@@ -88,6 +88,17 @@ def open_page(browser: Browser, *, scheme: str = "light", width: int = 1280) -> 
     )
     context.set_default_timeout(DEADLINE_S * 1000)
     return context.new_page()
+
+
+@contextmanager
+def told(page: Page) -> Iterator[None]:
+    """Of an error in the block, what stood on the page then."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Error):
+            error.add_note(f"{page.url}\n{page.get_by_test_id('stMain').inner_text()}")
+        raise
 
 
 def log_in(page: Page, url: str, email: str, password: str) -> None:

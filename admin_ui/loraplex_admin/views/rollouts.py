@@ -37,6 +37,8 @@ _STICKY = {
     "tenant": "the whole tenant",
 }
 _MINUTE_S = 60
+# Of the column that marks the step that is now.
+_MARK_PX = 30
 
 
 def render(api: Api, access: Access) -> None:
@@ -69,12 +71,12 @@ def render(api: Api, access: Access) -> None:
                 "to": f"revision {one['canary_number']}",
                 "state": _state(one),
                 "step": _step_of(one),
-                "canary's share": f"{one['weight_bp'] / _BP:.2%}",
+                "canary's share": f"{_share_of(one):.2%}",
                 "began": fmt.time(one["started_at"], zone),
                 "ended": fmt.time(one["ended_at"], zone),
             },
             numbers=("canary's share",),
-            wide=("deployment",),
+            wide=("began", "ended"),
         ),
         search_label="Search rollouts",
         empty="No rollout is so. Choose *any* state."
@@ -99,7 +101,7 @@ def render(api: Api, access: Access) -> None:
     with st.container(border=True):
         if rollout["state"] in _ACTIVE:
             # The rollout and both sides' figures.
-            live(lambda: _watch(rollouts, rollouts.get(open_id), zone), calls=2, every_s=4.0)
+            live(lambda: _follow(rollouts, rollout, zone), calls=2, every_s=4.0)
         else:
             _watch(rollouts, rollout, zone)
         if can_write:
@@ -115,6 +117,10 @@ def _step_of(rollout: Row) -> str:
     if rollout["step"] is None:
         return "–"
     return f"{rollout['step'] + 1} of {len(rollout['steps'])}"
+
+
+def _share_of(rollout: Row) -> float:
+    return 1.0 if rollout["state"] == "promoted" else float(rollout["weight_bp"] / _BP)
 
 
 def _say_step(step: Row) -> str:
@@ -135,7 +141,7 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
             "There is no deployment yet. Make one under *Deployments*.", icon=":material/lightbulb:"
         )
         return
-    with st.expander("New rollout", icon=":material/add:", key="new_rollout_box"):
+    with st.expander("New rollout", icon=":material/add:", key=choices.fresh("new_rollout_box")):
         made = forms.create(
             "new_rollout",
             (
@@ -186,6 +192,7 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     if made is not None:
         listing.go_to_start()
         listing.open(made["id"])
+        choices.empty("new_rollout_box")  # folds it: what was made is what is looked at next
         choices.rerun_with_notice("The draft is there. Nothing happens before it is started.")
 
 
@@ -212,6 +219,14 @@ def _body(form: Row) -> Row:
 # ----------------------------------------------------------------------------------- watch
 
 
+def _follow(rollouts: Collection, drawn: Row, zone: str) -> None:
+    """What is now; where its state is another one than the page was drawn with, all of the page anew: other buttons fit."""
+    rollout = rollouts.get(drawn["id"])
+    if any(rollout[name] != drawn[name] for name in ("state", "step", "is_paused")):
+        st.rerun()
+    _watch(rollouts, rollout, zone)
+
+
 def _watch(rollouts: Collection, rollout: Row, zone: str) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         st.subheader(fmt.literal(rollout["deployment"]))
@@ -232,7 +247,7 @@ def _watch(rollouts: Collection, rollout: Row, zone: str) -> None:
         st.info(
             f"It ended {fmt.time(rollout['ended_at'], zone)}: {fmt.literal(rollout['end_reason'])}"
         )
-    canary = 1.0 if rollout["state"] == "promoted" else rollout["weight_bp"] / _BP
+    canary = _share_of(rollout)
     charts.split(
         [
             (f"stable (revision {rollout['stable_number']})", 1 - canary),
@@ -271,7 +286,13 @@ def _steps(rollout: Row, zone: str) -> None:
                 else "–",
             }
         )
-    st.dataframe(rows, hide_index=True, key=f"steps_{rollout['id']}")
+    st.dataframe(
+        rows,
+        hide_index=True,
+        column_config={"": st.column_config.TextColumn(width=_MARK_PX)}
+        | {name: st.column_config.TextColumn(width="medium") for name in ("since", "may go on")},
+        key=f"steps_{rollout['id']}",
+    )
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -322,12 +343,16 @@ def _sides(metrics: Row) -> None:
             {
                 "gate": gate["gate"].replace("_", " "),
                 "says": gate["verdict"],
-                "in words": fmt.cell(gate["summary"]),
+                "in words": fmt.cell(gate["summary"].removeprefix(f"{gate['gate']}: ")),
             }
             for gate in metrics["gates"]
         ],
         hide_index=True,
-        column_config={"in words": st.column_config.TextColumn(width="large")},
+        height="content",
+        column_config={
+            "says": st.column_config.TextColumn(width="small"),
+            "in words": st.column_config.TextColumn(width="large"),
+        },
         key="rollout_gates",
     )
 
@@ -349,6 +374,7 @@ def _events(rollouts: Collection, rollout: Row, zone: str) -> None:
                     "who": fmt.cell(one["actor"]),
                     "in words": fmt.cell(one["message"]),
                 },
+                wide=("who",),
                 widest=("in words",),
             ),
             empty="Nothing has happened to it yet.",

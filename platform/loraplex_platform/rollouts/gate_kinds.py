@@ -455,12 +455,18 @@ def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
 
 
+# A bound that was searched for up to the last bucket and not found: of milliseconds, eleven days.
+_NO_BOUND = 1e9
+
+
 def _number(value: float) -> str:
     """Three digits, or all of those before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _range(found: Estimate) -> str:
+    if found.high >= _NO_BOUND:
+        return f"{_number(found.value)} ({_number(found.low)} or more)"
     return f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)})"
 
 

@@ -190,6 +190,13 @@ def test_a_decision_names_what_decided() -> None:
     assert "errors" not in found.summary
 
 
+def test_a_bound_that_there_is_none_of_is_not_said_as_a_number() -> None:
+    found = ask(TTFT, latencies(3_000, 200, 1), latencies(10, 200, 2)).summary
+
+    assert re.search(r"\(\d+ or more\) ms", found), found
+    assert not re.search(r"\d{9}", found), found
+
+
 def test_weighing_and_asking_agree() -> None:
     for gate, stable, canary, verdict in CASES:
         plan = GatePlan(gates=(gate,), num_steps=1)
