@@ -122,7 +122,12 @@ def plan(
     ] = 0.5,
     spare: Annotated[
         int,
-        typer.Option(help="Machines beyond those needed at the peak.", rich_help_panel=_MACHINE),
+        typer.Option(
+            min=0,
+            max=10**6,
+            help="Machines beyond those needed at the peak.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = 1,
     machine_price: Annotated[
         float | None,
@@ -184,7 +189,6 @@ def plan(
             "--tflops": (tflops, _ABOVE_0),
             "--measured-tokens-per-second": (measured_tokens_per_second, _ABOVE_0),
             "--efficiency": (efficiency, _SHARE),
-            "--spare": (spare, _FROM_0),
             "--machine-price": (machine_price, _FROM_0),
             "--operations": (operations, _FROM_0),
             "--api-input-price": (api_input_price, _FROM_0),
@@ -280,8 +284,7 @@ _BELOW_1 = _Range("a share from 0 to below 1", most=1.0, has_least=True, has_mos
 def _check_numbers(given: Mapping[str, tuple[float | None, _Range]]) -> None:
     for flag, (value, numbers) in given.items():
         if value is not None and not numbers.holds(value):
-            shown = f"{value:g}" if isinstance(value, float) else value
-            raise CommandError(f"{flag} is {shown}: give {numbers.told}")
+            raise CommandError(f"{flag} is {value:g}: give {numbers.told}")
 
 
 def _check_money(

@@ -62,6 +62,7 @@ async def test_no_check_prints_a_password(
         printed = capsys.readouterr().out + json.dumps(as_json(look, answers))
         assert "SECRETPW1" not in printed
         assert "itself failed" not in printed
+    look = Look("a test", variables, DataDir(tmp_path / "data"), is_local=False)
     by_name = {one.check.name: one.finding for one in await examine(look, all_checks())}
     assert by_name["database.reachable"].status == by_name["redis.reachable"].status == "fail"
 
