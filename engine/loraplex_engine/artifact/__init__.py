@@ -47,7 +47,12 @@ from loraplex_engine.artifact.sizes import (
     kv_bytes_per_token,
     parameters,
 )
-from loraplex_engine.artifact.store import AdapterStore, open_remote, telling_unavailable
+from loraplex_engine.artifact.store import (
+    AdapterStore,
+    open_remote,
+    telling_unavailable,
+    without_login,
+)
 from loraplex_engine.artifact.tensors import TensorView, read_tensors
 from loraplex_engine.model_identity import (
     UNKNOWN_MODEL,
@@ -97,4 +102,5 @@ __all__ = [
     "read_adapter",
     "read_tensors",
     "telling_unavailable",
+    "without_login",
 ]

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from loraplex_engine.artifact.errors import (
     AdapterNotStoredError,
@@ -66,6 +66,27 @@ _REMOTES: Final[dict[str, tuple[str, str | None, dict[str, Any]]]] = {
 }
 
 
+def without_login(url: str) -> str:
+    """A URL as it may be printed: what could be a login or an option is left out."""
+    scheme, mark, rest = url.rpartition("://")
+    login, at, beyond = rest.rpartition("@")
+    if any(sign in login for sign in "?#"):
+        return f"{scheme}{mark}***"
+    beyond = re.split(r"[?#]", beyond, maxsplit=1)[0] + ("?***" if "?" in beyond else "")
+    # What should be a port may be a password whose end is missing.
+    beyond = re.sub(r"^([^/:\[]*):(?!\d+(?:/|$))[^/]+", r"\1:***", beyond)
+    return f"{scheme}{mark}{'***@' if at else ''}{beyond}"
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # it quotes what it cannot read
+        raise ValueError(
+            f"{without_login(url)!r} is not a URL: write file:///absolute/path or s3://bucket/path"
+        ) from None
+
+
 def open_remote(url: str) -> tuple[Any, str]:
     """The fsspec file system of an s3://, gs:// or memory:// URL, and the path in it.
 
@@ -75,7 +96,7 @@ def open_remote(url: str) -> tuple[Any, str]:
     Raises:
         ValueError: no such scheme, a part that a URL of it does not have, or its package is not there.
     """
-    parts = urlsplit(url)
+    parts = _parts(url)
     if parts.scheme not in _REMOTES:
         raise ValueError(f"{parts.scheme}:// is not a store: use file://, s3:// or gs://")
     package, extra, options = _REMOTES[parts.scheme]
@@ -83,8 +104,12 @@ def open_remote(url: str) -> tuple[Any, str]:
         raise ValueError(
             f"a {parts.scheme}:// URL is a bucket and a path: options and credentials come from the environment"
         )
+    if ":" in parts.netloc and not parts.netloc.startswith("arn:"):
+        raise ValueError(
+            f"a {parts.scheme}:// URL is a bucket and a path, and no bucket's name has a colon"
+        )
     if not parts.netloc:
-        raise ValueError(f"{url!r} names no bucket: write {parts.scheme}://bucket/path")
+        raise ValueError(f"the URL names no bucket: write {parts.scheme}://bucket/path")
     import fsspec
 
     try:
@@ -128,10 +153,10 @@ class AdapterStore:
         Raises:
             ValueError: no scheme, or one fsspec does not know.
         """
-        parts = urlsplit(url)
+        parts = _parts(url)
         if not parts.scheme:
             raise ValueError(
-                f"{url!r} is not a URL: write file:///absolute/path or s3://bucket/path"
+                f"{without_login(url)!r} is not a URL: write file:///absolute/path or s3://bucket/path"
             )
         self.url = url.rstrip("/")
         self._local_root: Path | None = None
@@ -139,7 +164,7 @@ class AdapterStore:
         self._remote_root = ""
         if parts.scheme == "file":
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-                raise ValueError(f"{url!r} must look like file:///absolute/path")
+                raise ValueError(f"{without_login(url)!r} must look like file:///absolute/path")
             self._local_root = Path(unquote(parts.path)) / _FOLDER
         else:
             self._remote, root = open_remote(self.url)

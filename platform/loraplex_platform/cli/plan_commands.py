@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,9 +46,11 @@ def plan(
         float,
         typer.Option(help="Of prompt tokens, in the prefix cache.", rich_help_panel=_WORKLOAD),
     ] = 0.0,
-    tenants: Annotated[int, typer.Option(min=1, help="How many.", rich_help_panel=_WORKLOAD)] = 100,
+    tenants: Annotated[
+        int, typer.Option(min=1, max=10**9, help="How many.", rich_help_panel=_WORKLOAD)
+    ] = 100,
     adapters_per_tenant: Annotated[
-        float, typer.Option(min=0, help="On the average.", rich_help_panel=_WORKLOAD)
+        float, typer.Option(help="On the average.", rich_help_panel=_WORKLOAD)
     ] = 1.0,
     active_adapters: Annotated[
         int | None,
@@ -118,28 +122,33 @@ def plan(
     ] = 0.5,
     spare: Annotated[
         int,
-        typer.Option(help="Machines beyond those needed at the peak.", rich_help_panel=_MACHINE),
+        typer.Option(
+            min=0,
+            max=10**6,
+            help="Machines beyond those needed at the peak.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = 1,
     machine_price: Annotated[
         float | None,
-        typer.Option(min=0, help="USD an hour, of one machine.", rich_help_panel=_MONEY),
+        typer.Option(help="USD an hour, of one machine.", rich_help_panel=_MONEY),
     ] = None,
     operations: Annotated[
         float,
-        typer.Option(min=0, help="USD a month: people, storage, network.", rich_help_panel=_MONEY),
+        typer.Option(help="USD a month: people, storage, network.", rich_help_panel=_MONEY),
     ] = 0.0,
     api_input_price: Annotated[
         float | None,
-        typer.Option(min=0, help="USD a million prompt tokens.", rich_help_panel=_MONEY),
+        typer.Option(help="USD a million prompt tokens.", rich_help_panel=_MONEY),
     ] = None,
     api_output_price: Annotated[
         float | None,
-        typer.Option(min=0, help="USD a million output tokens.", rich_help_panel=_MONEY),
+        typer.Option(help="USD a million output tokens.", rich_help_panel=_MONEY),
     ] = None,
     api_adapter_price: Annotated[
         float,
         typer.Option(
-            min=0, help="USD an hour that an API asks to host one adapter.", rich_help_panel=_MONEY
+            help="USD an hour that an API asks to host one adapter.", rich_help_panel=_MONEY
         ),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -167,13 +176,30 @@ def plan(
     from loraplex_platform.planning.capacity import PlanError, Workload, plan_capacity
     from loraplex_platform.planning.cost import Prices, judge, plan_cost
 
+    _check_numbers(
+        {
+            "--tokens-per-second": (tokens_per_second, _ABOVE_0),
+            "--mean-share": (mean_share, _SHARE),
+            "--prompt-tokens": (prompt_tokens, _ABOVE_0),
+            "--output-tokens": (output_tokens, _ABOVE_0),
+            "--cached-share": (cached_share, _BELOW_1),
+            "--adapters-per-tenant": (adapters_per_tenant, _FROM_0),
+            "--memory-gib": (memory_gib, _ABOVE_0),
+            "--read-gb-s": (read_gb_s, _ABOVE_0),
+            "--tflops": (tflops, _ABOVE_0),
+            "--measured-tokens-per-second": (measured_tokens_per_second, _ABOVE_0),
+            "--efficiency": (efficiency, _SHARE),
+            "--machine-price": (machine_price, _FROM_0),
+            "--operations": (operations, _FROM_0),
+            "--api-input-price": (api_input_price, _FROM_0),
+            "--api-output-price": (api_output_price, _FROM_0),
+            "--api-adapter-price": (api_adapter_price, _FROM_0),
+        }
+    )
+    _check_money(machine_price, operations, api_input_price, api_output_price, api_adapter_price)
     registered = round(tenants * adapters_per_tenant)
     if active_adapters is None:
         active_adapters = min(registered, max(1, registered // 10))
-    if (api_input_price is None) != (api_output_price is None):
-        raise CommandError(
-            "--api-input-price and --api-output-price go together: give both or neither"
-        )
     try:
         workload = Workload(
             output_tokens_per_s=tokens_per_second,
@@ -187,6 +213,11 @@ def plan(
             modules=None if modules is None else frozenset(modules.replace(" ", "").split(",")),
         )
         chosen = _machine(machine, memory_gib, read_gb_s, tflops)
+        if not chosen.is_gpu and kv_cache_dtype != "auto":
+            raise CommandError(
+                f"--kv-cache-dtype is {kv_cache_dtype}, but on a CPU keys and values are kept in the model's dtype:"
+                " leave it out, or give a --machine with a GPU"
+            )
         described = _model(
             model, dtype, quantization, None if kv_cache_dtype == "auto" else kv_cache_dtype
         )
@@ -224,6 +255,60 @@ def plan(
         _print(described, workload, chosen, capacity, cost, verdict)
 
 
+# Largest number that any flag means something with: beyond it sums overflow.
+_LARGEST = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Which numbers a flag has, and how that is told."""
+
+    told: str
+    least: float = 0.0
+    most: float = _LARGEST
+    has_least: bool = False
+    has_most: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Whether it is one of them; nan and infinity are none."""
+        above = value >= self.least if self.has_least else value > self.least
+        return above and (value <= self.most if self.has_most else value < self.most)
+
+
+_ABOVE_0 = _Range("a number above 0 and up to 1e15")
+_FROM_0 = _Range("a number from 0 to 1e15", has_least=True)
+_SHARE = _Range("a share above 0 and up to 1", most=1.0)
+_BELOW_1 = _Range("a share from 0 to below 1", most=1.0, has_least=True, has_most=False)
+
+
+def _check_numbers(given: Mapping[str, tuple[float | None, _Range]]) -> None:
+    for flag, (value, numbers) in given.items():
+        if value is not None and not numbers.holds(value):
+            raise CommandError(f"{flag} is {value:g}: give {numbers.told}")
+
+
+def _check_money(
+    machine_price: float | None,
+    operations: float,
+    api_input_price: float | None,
+    api_output_price: float | None,
+    api_adapter_price: float,
+) -> None:
+    """Each price is used, or refused."""
+    if (api_input_price is None) != (api_output_price is None):
+        raise CommandError(
+            "--api-input-price and --api-output-price go together: give both or neither"
+        )
+    if api_adapter_price and api_input_price is None:
+        raise CommandError(
+            "--api-adapter-price is one part of an API's bill: give --api-input-price and --api-output-price too"
+        )
+    if machine_price is None:
+        for flag, value in (("--operations", operations), ("--api-input-price", api_input_price)):
+            if value:
+                raise CommandError(f"{flag} needs --machine-price: nothing costs without it")
+
+
 def _ranks(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() for part in parts):
@@ -238,9 +323,6 @@ def _machine(
 
     from loraplex_platform.planning.capacity import GPUS, Machine
 
-    given = (memory_gib, read_gb_s, tflops)
-    if any(value is not None and value <= 0 for value in given):
-        raise CommandError("--memory-gib, --read-gb-s and --tflops must be above 0")
     known = GPUS.get(name.lower())
     if known is not None:
         return replace(

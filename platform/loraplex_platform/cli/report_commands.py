@@ -27,6 +27,8 @@ Group = Literal[
     "price_book_id",
     "revision_id",
 ]
+# As `metering.records.Arm`; a test compares them.
+ArmName = Literal["stable", "canary", "shadow", "pinned", "named"]
 _USAGE_PAGE = 100
 
 AnyTenantOption = Annotated[
@@ -147,8 +149,8 @@ def requests(
         str | None, typer.Option(help="Only those that it had a part in, rol_...")
     ] = None,
     arm: Annotated[
-        Literal["stable", "canary", "shadow", "pinned"] | None,
-        typer.Option(help="Only those of one side of a rollout."),
+        ArmName | None,
+        typer.Option(help="Only those of one side of a rollout, or of no rollout: pinned, named."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
     as_json: JsonOption = False,

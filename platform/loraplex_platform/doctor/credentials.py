@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Final
 
-from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
+from loraplex_platform.doctor.findings import (
+    Catalogue,
+    Finding,
+    NotLookedAtError,
+    Status,
+    fail,
+    ok,
+    warn,
+)
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.local.data_dir import read_json
 from loraplex_platform.local.errors import SettingError
-from loraplex_platform.variables import MIN_SECRET_CHARS
+from loraplex_platform.variables import MIN_SECRET_CHARS, SECRETS_DIR
 
 catalogue = Catalogue()
 
@@ -144,16 +153,47 @@ def _is_example(value: str) -> bool:
 async def closed(look: Look) -> Finding:
     open_to_others = []
     candidates = [look.data_dir.secrets_file, look.data_dir.demo_file]
-    folder = os.environ.get("LORAPLEX_SECRETS_DIR")
+    folder = look.get(SECRETS_DIR)
     for path in candidates:
         if path.is_file() and path.stat().st_mode & 0o077:
             open_to_others.append(path)
     if open_to_others:
         paths = " ".join(str(path) for path in open_to_others)
         return fail(f"others may read {paths}", f"chmod 600 {paths}")
+    if folder:
+        finding = judge_folder(Path(folder))
+        if finding.status is not Status.OK or not look.is_local:
+            return finding
     if look.is_local:
         _given(look)  # nothing to close where there is none
         return ok(f"{look.data_dir.secrets_file} is its owner's only")
-    if folder:
-        return ok(f"files in {folder}")
     return ok("in the environment, which the owner of a process can read, and nobody else")
+
+
+def judge_folder(folder: Path) -> Finding:
+    """Whether only those whom they are given to read and write the files of LORAPLEX_SECRETS_DIR.
+
+    Files that all may read are as they should be in a folder that nobody else enters (`loraplex secrets make`), and
+    on a read-only mount, where a container sees nothing but its own.
+    """
+    if not folder.is_dir():
+        return fail(f"{SECRETS_DIR} is {folder}: there is no such folder", "loraplex secrets make")
+    mode = folder.stat().st_mode
+    if mode & 0o022 and not _is_read_only(folder):
+        return fail(f"others may put files into {folder}", f"chmod 700 {folder}")
+    if not mode & 0o077:
+        return ok(f"{folder} is its owner's only")
+    open_to_others = []
+    paths = [path for path in sorted(folder.glob("loraplex_*")) if path.is_file()]
+    for path in paths:
+        of_others = path.stat().st_mode & 0o026  # all may read it; its group or all may write it
+        if of_others and not _is_read_only(path):
+            open_to_others.append(path)
+    if open_to_others:
+        names = ", ".join(path.name for path in open_to_others)
+        return fail(f"others may read or write {names} in {folder}", f"chmod 700 {folder}")
+    return ok(f"{len(paths)} files in {folder}, closed to others or on a read-only mount")
+
+
+def _is_read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)

@@ -6,7 +6,15 @@ import asyncio
 import time
 from typing import Any, Final
 
-from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
+from loraplex_platform.doctor.findings import (
+    BadUrlError,
+    Catalogue,
+    Finding,
+    NotLookedAtError,
+    fail,
+    ok,
+    warn,
+)
 from loraplex_platform.doctor.look import CONNECT_TIMEOUT_S, Look
 
 catalogue = Catalogue()
@@ -47,7 +55,12 @@ async def reachable(look: Look) -> Finding:
     import psycopg
 
     look.needed("LORAPLEX_DATABASE_URL")
-    url = look.database_settings().database_url.get_secret_value()
+    try:
+        url = look.database_settings().database_url.get_secret_value()
+    except BadUrlError as error:
+        return fail(
+            str(error), "LORAPLEX_DATABASE_URL=postgresql://user:password@host:5432/database"
+        )
     began_s = time.monotonic()
     try:
         async with await psycopg.AsyncConnection.connect(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from loraplex_platform.urls import without_secrets
+
 if TYPE_CHECKING:
     from loraplex_platform.doctor.look import Look
 
@@ -97,25 +99,41 @@ class Catalogue:
         return register
 
 
+class BadUrlError(NotLookedAtError):
+    """A check could not be made since a URL cannot be read; the message has nothing of the URL."""
+
+
 async def answer(check: Check, look: Look) -> Answer:
-    """Make a check, whatever becomes of it."""
+    """Make a check, whatever becomes of it. What a library said of an error is told without our secrets."""
+    finding = await _finding(check, look)
+    secrets = list(look.secrets())
+    return Answer(
+        check,
+        Finding(
+            finding.status,
+            without_secrets(finding.found, secrets),
+            finding.remedy and without_secrets(finding.remedy, secrets),
+        ),
+    )
+
+
+async def _finding(check: Check, look: Look) -> Finding:
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            finding = await check.run(look)
+            return await check.run(look)
     except NotLookedAtError as error:
-        finding = Finding(Status.SKIPPED, str(error))
+        return Finding(Status.SKIPPED, str(error))
     except ModuleNotFoundError as error:
         # An engine's image has no client of Postgres, a gateway's no torch: each looks at its own.
-        finding = Finding(
+        return Finding(
             Status.SKIPPED,
             f"{error.name} is not installed here: run doctor where gateway or control API are",
         )
     except Exception as error:  # noqa: BLE001 - one broken check must not hide what the others find
-        finding = fail(
+        return fail(
             f"the check itself failed: {type(error).__name__}: {error}",
             "run it alone with --only " + check.name + ", and report what it prints",
         )
-    return Answer(check, finding)
 
 
 def worst(answers: Sequence[Answer]) -> Status:

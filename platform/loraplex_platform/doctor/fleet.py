@@ -6,11 +6,13 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
+from loraplex_engine.artifact import without_login
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, REPLICA_TTL_S, ReplicaRecord
 
 from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
-from loraplex_platform.doctor.look import CONNECT_TIMEOUT_S, Look
+from loraplex_platform.doctor.look import Look
 from loraplex_platform.local.ports import is_loopback
+from loraplex_platform.urls import HTTP_SCHEMES, url_fault
 
 catalogue = Catalogue()
 
@@ -26,23 +28,16 @@ def _start(look: Look, process: str) -> str:
 
 async def replica_records(look: Look) -> list[ReplicaRecord] | None:
     """What engines publish of themselves in Redis now; None: there is none, or it does not answer."""
-    from redis import asyncio as redis_asyncio
     from redis.exceptions import RedisError
 
-    url = look.get("LORAPLEX_REDIS_URL")
-    if url is None:
-        return None
     records = []
     try:
-        client = redis_asyncio.Redis.from_url(
-            url, socket_timeout=CONNECT_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S
-        )
-        async with client:
+        async with look.redis() as client:
             async for key in client.scan_iter(f"{REPLICA_KEY_PREFIX}*", count=1000):
                 value = await client.get(key)
                 if value is not None:
                     records.append(msgspec.json.decode(value, type=ReplicaRecord))
-    except (RedisError, OSError, ValueError, msgspec.MsgspecError):
+    except (NotLookedAtError, RedisError, OSError, ValueError, msgspec.MsgspecError):
         return None
     return sorted(records, key=lambda record: record.replica_id)
 
@@ -90,13 +85,17 @@ async def gateways(look: Look) -> Finding:
     if url is not None:
         try:
             status, body = await look.ask(f"{url}/ready")
-            answered = f"{url} is ready" if status == 200 else f"{url}/ready says {status} {body}"
+            answered = (
+                f"{without_login(url)} is ready"
+                if status == 200
+                else f"{without_login(url)}/ready says {status} {body}"
+            )
             if status != 200:
                 return fail(answered, _start(look, "gateway"))
             if body.get("engines_ready") == 0:
                 answered += ", without an engine"
         except OSError as error:
-            answered = f"{url} does not answer ({error})"
+            answered = f"{without_login(url)} does not answer ({error})"
     try:
         async with look.database() as database, database.sessions() as session:
             seen = await queries.gateways_seen(session)
@@ -128,10 +127,10 @@ async def worker(look: Look) -> Finding:
         try:
             status, body = await look.ask(f"{url}/live")
         except OSError as error:
-            return fail(f"{url} does not answer ({error})", _start(look, "worker"))
+            return fail(f"{without_login(url)} does not answer ({error})", _start(look, "worker"))
         if status != 200:
-            return fail(f"{url}/live says {status} {body}", _start(look, "worker"))
-        return ok(f"{url} is live")
+            return fail(f"{without_login(url)}/live says {status} {body}", _start(look, "worker"))
+        return ok(f"{without_login(url)} is live")
     async with look.database() as database, database.sessions() as session:
         age_s = await queries.worker_age_s(session)
     if age_s is None:
@@ -152,12 +151,17 @@ async def control(look: Look) -> Finding:
     try:
         status, body = await look.ask(f"{url}/ready")
     except OSError as error:
-        return fail(f"{url} does not answer ({error})", _start(look, "control"))
+        return fail(f"{without_login(url)} does not answer ({error})", _start(look, "control"))
     if status != 200:
-        return fail(f"{url}/ready says {status} {body.get('status', '')}", "see database.reachable")
+        return fail(
+            f"{without_login(url)}/ready says {status} {body.get('status', '')}",
+            "see database.reachable",
+        )
     if body.get("adapter_store") == "unavailable":
-        return warn(f"{url} is ready, its adapter store is not", "see store.reachable")
-    return ok(f"{url} is ready")
+        return warn(
+            f"{without_login(url)} is ready, its adapter store is not", "see store.reachable"
+        )
+    return ok(f"{without_login(url)} is ready")
 
 
 @catalogue.check("fleet.console", "the console answers, at an address that browsers may use")
@@ -165,33 +169,44 @@ async def console(look: Look) -> Finding:
     url = look.url_of("console")
     if url is None:
         raise NotLookedAtError("LORAPLEX_CONSOLE_URL is not set")
+    fault = url_fault(url, HTTP_SCHEMES)
+    if fault is not None:
+        return fail(f"LORAPLEX_CONSOLE_URL: {fault}", "set it to https://console.example.com")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return fail(f"LORAPLEX_CONSOLE_URL is {url!r}", "set it to https://console.example.com")
+        return fail(
+            f"LORAPLEX_CONSOLE_URL is {without_login(url)!r}",
+            "set it to https://console.example.com",
+        )
     try:
         status, _ = await look.ask(f"{url}/_stcore/health")
     except OSError as error:
         return fail(
-            f"{url} does not answer ({error})",
+            f"{without_login(url)} does not answer ({error})",
             f"{_start(look, 'console')}; or mend LORAPLEX_CONSOLE_URL, to which logins are sent back",
         )
     if status != 200:
         return fail(
-            f"{url}/_stcore/health says {status}: that is no console", _start(look, "console")
+            f"{without_login(url)}/_stcore/health says {status}: that is no console",
+            _start(look, "console"),
         )
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         return warn(
-            f"{url} is neither TLS nor this machine: logins cross the network in the open",
+            f"{without_login(url)} is neither TLS nor this machine: logins cross the network in the open",
             "put a proxy with TLS in front, and set LORAPLEX_CONSOLE_URL=https://...",
         )
     control_url = look.url_of("control")
-    control_host = urlsplit(control_url).hostname if control_url else None
+    control_host = (
+        urlsplit(control_url).hostname
+        if control_url and url_fault(control_url, HTTP_SCHEMES) is None
+        else None
+    )
     if look.is_local and control_host not in (None, parts.hostname):
         return warn(
             f"console {parts.hostname}, control API {control_host}: the login's cookie is of one host",
             "give both the same host name",
         )
-    return ok(f"{url} answers")
+    return ok(f"{without_login(url)} answers")
 
 
 def _age(seconds: float) -> str:

@@ -10,17 +10,26 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from loraplex_platform.doctor.findings import NotLookedAtError
+from loraplex_platform.doctor.findings import BadUrlError, NotLookedAtError
 from loraplex_platform.local.data_dir import DataDir, read_json
 from loraplex_platform.local.errors import SettingError
+from loraplex_platform.urls import (
+    HTTP_SCHEMES,
+    POSTGRES_SCHEMES,
+    REDIS_SCHEMES,
+    passwords_in,
+    url_fault,
+)
 
 if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
     from loraplex_platform.db.session import Database
     from loraplex_platform.settings import DatabaseSettings
 
@@ -66,6 +75,14 @@ class Look:
         own = name.replace("LORAPLEX_", "LORAPLEX_ENGINE_", 1) if name in _ENGINES_TOO else ""
         return self.variables.get(name) or self.engine_variables.get(own) or None
 
+    def secrets(self) -> Iterator[str]:
+        """Whatever is in the variables that nobody may read in a report."""
+        for name, value in {**self.engine_variables, **self.variables}.items():
+            if name.endswith(("_KEY", "_PEPPER", "_PASSWORD", "_SECRET", "_TOKEN")):
+                yield value
+            elif "://" in value:
+                yield from passwords_in(value)
+
     @property
     def model_dir(self) -> Path:
         """Where the base model lies, or would."""
@@ -109,13 +126,17 @@ class Look:
         """
         return await asyncio.shield(self._inspection)
 
-    async def _inspect(self) -> dict[str, Any]:
+    def need_torch(self) -> None:
+        """Raises `NotLookedAtError` where no engine can run, so that this machine's size says nothing of one."""
         from importlib.util import find_spec
 
         if find_spec("torch") is None:
             raise NotLookedAtError(
                 "torch is not installed here: engines run elsewhere (run doctor there too)"
             )
+
+    async def _inspect(self) -> dict[str, Any]:
+        self.need_torch()
         arguments = ["-m", "loraplex_engine.inspection"]
         if self.with_model:
             arguments += ["--model-dir", str(self.model_dir)]
@@ -145,19 +166,33 @@ class Look:
 
         Raises:
             NotLookedAtError: nothing says so.
+            BadUrlError: what says so is no URL of Postgres.
         """
+        import psycopg
         from pydantic import ValidationError
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
 
         from loraplex_platform.settings import DatabaseSettings
 
         url = self.get("LORAPLEX_DATABASE_URL")
         if url is None:
             raise NotLookedAtError(self._nothing("LORAPLEX_DATABASE_URL"))
+        fault = url_fault(url, POSTGRES_SCHEMES)
+        if fault is not None:
+            raise BadUrlError(f"LORAPLEX_DATABASE_URL: {fault}")
         try:
+            psycopg.conninfo.conninfo_to_dict(url)
             # One connection at a time is all that is needed.
-            return DatabaseSettings.model_validate({"database_url": url, "database_pool_size": 2})
-        except ValidationError as error:
-            raise NotLookedAtError(f"LORAPLEX_DATABASE_URL: {error.errors()[0]['msg']}") from error
+            settings = DatabaseSettings.model_validate(
+                {"database_url": url, "database_pool_size": 2}
+            )
+            make_url(settings.sqlalchemy_url())
+        except (ValidationError, ArgumentError, psycopg.Error, ValueError):
+            raise BadUrlError(
+                "LORAPLEX_DATABASE_URL: it cannot be read, or has an option that Postgres does not know"
+            ) from None
+        return settings
 
     @contextlib.asynccontextmanager
     async def database(self) -> AsyncIterator[Database]:
@@ -187,6 +222,35 @@ class Look:
                     f"the database refuses ({reason}): see database.login and database.schema"
                 ) from None
 
+    # ------------------------------------------------------------------------ Redis
+
+    def redis(self) -> Redis:
+        """A client of it; the caller closes it.
+
+        Raises:
+            NotLookedAtError: nothing says where it is.
+            BadUrlError: what says so is no URL of Redis.
+        """
+        from redis import asyncio as redis_asyncio
+
+        url = self.needed("LORAPLEX_REDIS_URL")
+        fault = url_fault(url, REDIS_SCHEMES)
+        if fault is not None:
+            raise BadUrlError(f"LORAPLEX_REDIS_URL: {fault}")
+        try:
+            client = redis_asyncio.Redis.from_url(
+                url, socket_timeout=CONNECT_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S
+            )
+            pool = client.connection_pool
+            pool.connection_class(
+                **pool.connection_kwargs
+            )  # looks at the options, connects to nothing
+            return client
+        except (ValueError, TypeError):
+            raise BadUrlError(
+                "LORAPLEX_REDIS_URL: it cannot be read, or has an option that Redis's client does not know"
+            ) from None
+
     # ------------------------------------------------------------------------ HTTP
 
     async def ask(self, url: str) -> tuple[int, dict[str, Any]]:
@@ -197,10 +261,15 @@ class Look:
         """
         import httpx
 
+        fault = url_fault(url, HTTP_SCHEMES)
+        if fault is not None:
+            raise OSError(fault)
         try:
             async with httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, trust_env=False) as client:
                 response = await client.get(url)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.InvalidURL:
+            raise OSError("it cannot be read as a URL") from None
+        except httpx.HTTPError as error:
             raise OSError(str(error) or type(error).__name__) from error
         try:
             body = response.json()

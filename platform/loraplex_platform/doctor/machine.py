@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 import sys
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 catalogue = Catalogue()
+
+ENGINE_MODULE: Final = "loraplex_engine.server"  # that `loraplex engine` becomes
+CGROUP: Final = Path("/sys/fs/cgroup")  # of a container, its own
 
 PYTHONS: Final = ((3, 11), (3, 14))
 _GIB: Final = 1024**3
@@ -180,6 +184,7 @@ def judge_row_rule(tried: dict[str, object]) -> Finding:
 
 @catalogue.check("machine.memory", "model, KV cache and adapters fit into memory")
 async def memory(look: Look) -> Finding:
+    look.need_torch()
     config_file = look.model_dir / "config.json"
     if not config_file.is_file():
         raise NotLookedAtError(f"there is no {config_file}: see model.files")
@@ -243,17 +248,36 @@ def _memory_needed(look: Look, shape: ModelShape, stored_dtype: str) -> dict[str
     }
 
 
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may still take: the machine's, or its cgroup's where that is less."""
+def available_bytes(cgroup: Path | None = None) -> int:
+    """What an engine may take here: the machine's, or its cgroup's where that is less. One that runs has it already."""
     import psutil
 
-    available = int(psutil.virtual_memory().available)
+    cgroup = cgroup or CGROUP
+    held = _held_by_an_engine()
+    available = int(psutil.virtual_memory().available) + held
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
+        lines = (cgroup / "memory.stat").read_text().split("\n")
+        sizes = dict(line.split(" ", 1) for line in lines if " " in line)
+        # Copies of files, such as the weights': they make room, as those that `available` leaves out.
+        used -= sum(int(sizes.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
     except (OSError, ValueError):
         return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
+    return available if limit == "max" else min(available, max(0, int(limit) - used + held))
+
+
+def _held_by_an_engine() -> int:
+    """Memory of its own of the largest engine that is to be seen from here; in its container, of that one."""
+    import psutil
+
+    largest = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if ENGINE_MODULE in process.cmdline():
+                found = process.memory_info()
+                largest = max(largest, found.rss - found.shared)
+    return largest
 
 
 @catalogue.check("machine.disk", "there is disk space for data, spool and cache")

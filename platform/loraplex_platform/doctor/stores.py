@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
-from loraplex_platform.doctor.look import CONNECT_TIMEOUT_S, Look
+from loraplex_platform.doctor.look import Look
 
 catalogue = Catalogue()
 
@@ -21,16 +21,9 @@ async def _redis_info(look: Look) -> dict[str, Any]:
     Raises:
         NotLookedAtError: it is not configured, or does not answer.
     """
-    from redis import asyncio as redis_asyncio
     from redis.exceptions import RedisError
 
-    url = look.needed("LORAPLEX_REDIS_URL")
-    try:
-        client = redis_asyncio.Redis.from_url(
-            url, socket_timeout=CONNECT_TIMEOUT_S, socket_connect_timeout=CONNECT_TIMEOUT_S
-        )
-    except ValueError as error:
-        raise NotLookedAtError(f"LORAPLEX_REDIS_URL: {error}") from error
+    client = look.redis()
     try:
         return dict(await client.info())
     except (RedisError, OSError) as error:
@@ -109,7 +102,7 @@ async def redis_persistence(look: Look) -> Finding:
 
 @catalogue.check("store.reachable", "the adapter store can be reached and written")
 async def store(look: Look) -> Finding:
-    from loraplex_engine.artifact import AdapterStore
+    from loraplex_engine.artifact import AdapterStore, without_login
 
     url = look.needed("LORAPLEX_STORE_URL")
     try:
@@ -121,7 +114,7 @@ async def store(look: Look) -> Finding:
     try:
         await asyncio.to_thread(opened.check)
     except OSError as error:
-        reason = f"{url}: {error.strerror or error}"
+        reason = f"{without_login(url)}: {error.strerror or error}"
         where = url.removeprefix("file://")
         return fail(
             reason,
@@ -129,7 +122,9 @@ async def store(look: Look) -> Finding:
             if url.startswith("file:")
             else "check the bucket's name, AWS_ENDPOINT_URL and the credentials (aws s3 ls BUCKET)",
         )
-    return ok(f"{url}" + (", written to" if url.startswith("file:") else ", bucket and login"))
+    return ok(
+        without_login(url) + (", written to" if url.startswith("file:") else ", bucket and login")
+    )
 
 
 @catalogue.check("model.files", "the base model's folder is whole")

@@ -176,12 +176,14 @@ def plan_capacity(
         raise PlanError(f"--efficiency is {efficiency:g}: give a share above 0 and up to 1")
     if spare < 0:
         raise PlanError(f"--spare is {spare}: give 0 or more")
+    if measured_tokens_per_s is not None and not 0 < measured_tokens_per_s < math.inf:
+        raise PlanError(
+            f"--measured-tokens-per-second is {measured_tokens_per_s:g}: give a number above 0, or leave it out"
+        )
     memory, adapter_bytes = _memory(model, workload, machine, rows or DEFAULT_ROWS[machine.is_gpu])
     distinct = _distinct(workload.adapters, memory.rows)
     step_s, estimated = _speed(model, workload, machine, memory, distinct * adapter_bytes)
-    speed = measured_tokens_per_s or estimated * efficiency
-    if speed <= 0:
-        raise PlanError("--measured-tokens-per-second must be above 0")
+    speed = estimated * efficiency if measured_tokens_per_s is None else measured_tokens_per_s
     machines = math.ceil(workload.output_tokens_per_s / speed - 1e-9)
     mean = workload.output_tokens_per_s * workload.mean_share
     return Capacity(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from loraplex_platform.cli.report_commands import ArmName
 from loraplex_platform.ids import format_id
 from loraplex_platform.metering import service
+from loraplex_platform.metering.records import Arm
 
 from tests.platform.cli.test_tenancy_commands import Terminal
 from tests.platform.control.stand import BASE, Stand, adapter
@@ -75,6 +77,11 @@ async def test_requests_are_listed_newest_first_and_filtered(terminal: Terminal)
     assert newest.splitlines()[1].startswith(ids[1])
     assert len(newest.splitlines()) == 2
     assert await shown(terminal, "requests", "--arm", "canary") == []
+    assert await shown(terminal, "requests", "--arm", "named") == []
+
+
+def test_arms_are_the_books() -> None:
+    assert get_args(ArmName) == get_args(Arm)
 
 
 async def test_fleet_overview_and_models_tell_what_is_there(terminal: Terminal) -> None:

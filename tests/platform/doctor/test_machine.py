@@ -205,13 +205,70 @@ async def test_a_kv_cache_that_no_machine_holds(ask: Ask, tmp_path: Path) -> Non
     assert "LORAPLEX_ENGINE_KV_MEMORY_BYTES" in large.remedy
 
 
-def test_a_cgroups_limit_counts(tmp_path: Path) -> None:
+def test_a_cgroups_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text(f"{10 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{4 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text("anon 5\n")
+    monkeypatch.setattr(machine, "_held_by_an_engine", lambda: 0)
 
     assert machine.available_bytes(tmp_path) == 6 * 2**20
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.available_bytes(tmp_path) > 6 * 2**20
+
+
+async def test_where_no_engine_can_be_its_memory_is_no_question(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As `docker compose exec gateway loraplex doctor`: a container of 1 GiB, and no torch in it.
+    container(tmp_path, monkeypatch, limit=2**30, used=2**28)
+    model = {"LORAPLEX_MODEL_DIR": str(write_model(tmp_path))}
+    engines = await ask("machine.memory", **model)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    gateways = await ask("machine.memory", **model)
+
+    assert engines.status == "fail"
+    assert gateways.status == "skipped"
+    assert "engines run elsewhere" in gateways.found
+
+
+async def test_what_a_running_engine_has_is_not_counted_against_it(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As `docker compose exec engine loraplex doctor`: most of the limit is the engine's own, or copies of files.
+    model = {"LORAPLEX_MODEL_DIR": str(write_model(tmp_path))}
+    limits = {
+        "LORAPLEX_ENGINE_KV_MEMORY_BYTES": str(2**20),
+        "LORAPLEX_ENGINE_MAX_CPU_LORA_BYTES": str(2**20),
+    }
+    container(tmp_path, monkeypatch, limit=2 * 2**30, used=2**31 - 2**20, files=2**20)
+    without = await ask("machine.memory", engine=limits, **model)
+    command = [sys.executable, "-c", ENGINE, "-m", machine.ENGINE_MODULE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - ends in a second
+        assert process.stdout is not None
+        process.stdout.readline()
+        beside = await ask("machine.memory", engine=limits, **model)
+        process.kill()
+
+    assert without.status == "fail"
+    assert "2 MiB are available" in without.found
+    assert beside.status == "ok"
+
+
+# Takes more than the process of an engine with a tiny model.
+ENGINE = (
+    "x = bytearray(b'x') * 1_600_000_000; print('there', flush=True); import time; time.sleep(60)"
+)
+
+
+def container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, limit: int, used: int, files: int = 0
+) -> None:
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text(f"{limit}\n")
+    (cgroup / "memory.current").write_text(f"{used}\n")
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {files}\nactive_file 0\n")
+    monkeypatch.setattr(machine, "CGROUP", cgroup)
 
 
 def test_defaults_are_the_engines_and_the_gateways() -> None:

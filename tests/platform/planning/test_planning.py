@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loraplex_engine.artifact import ModelShape
 from loraplex_engine.config import DEFAULT_GPU_SEQS, DEFAULT_SEQS, EngineConfig
+from loraplex_platform.cli.plan_commands import plan
 from loraplex_platform.planning.capacity import (
     DEFAULT_MAX_LORAS,
     DEFAULT_ROWS,
@@ -254,8 +257,18 @@ def test_without_prices_nothing_is_said_of_money(folder: str) -> None:
     [
         (("--machine", "z80"), "--machine is 'z80'"),
         (("--machine", "cpu"), "needs --memory-gib"),
-        (("--machine", "cpu", "--memory-gib", "-1"), "must be above 0"),
+        (("--machine", "cpu", "--memory-gib", "-1"), "--memory-gib is -1: give"),
         (("--ranks", "a"), "--ranks is 'a'"),
+        (("--measured-tokens-per-second", "0"), "--measured-tokens-per-second is 0: give"),
+        (("--operations", "100"), "--operations needs --machine-price"),
+        (("--api-adapter-price", "1"), "give --api-input-price and --api-output-price too"),
+        (
+            (
+                *("--machine", "cpu", "--memory-gib", "24", "--read-gb-s", "40", "--tflops", "2"),
+                *("--kv-cache-dtype", "fp8"),
+            ),
+            "--kv-cache-dtype is fp8, but on a CPU",
+        ),
         (("--modules", "w_proj"), "no module w_proj"),
         (("--api-input-price", "1"), "go together"),
         (("--quantization", "int8"), "int8 is of a CPU"),
@@ -267,6 +280,24 @@ def test_bad_input_names_the_flag(folder: str, flags: tuple[str, ...], told: str
 
     assert code == 1
     assert told in err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_every_number_is_finite_and_in_its_range(folder: str, value: str) -> None:
+    hints = get_type_hints(plan).items()
+    flags = [f"--{name.replace('_', '-')}" for name, kind in hints if kind in (float, float | None)]
+    assert len(flags) >= 16
+
+    for flag in flags:
+        code, _, err = run(folder, flag, value)
+        assert code == 1
+        assert f"{flag} is {value}: give a " in err
+
+
+def test_a_measurement_of_nothing_is_none() -> None:
+    for speed in (0.0, math.nan, math.inf):
+        with pytest.raises(PlanError, match="--measured-tokens-per-second is"):
+            plan_capacity(MODEL, LOAD, GPUS["a100"], measured_tokens_per_s=speed)
 
 
 def test_a_model_that_is_not_there_says_how_to_get_it(tmp_path: Path) -> None:
