@@ -427,6 +427,11 @@ class Api:
         """One page of tenants."""
         return cast(Page[Tenant], self.page("/tenants", after=after, search=search, limit=limit))
 
+    def tenant_called(self, slug: str) -> Tenant | None:
+        """The one with exactly this slug; None: there is none, or it is none of the caller's."""
+        found = cast(Page[Tenant], self.page("/tenants", slug=slug, limit=1))["data"]
+        return found[0] if found else None
+
     def tenant(self, tenant_id: str) -> Tenant:
         """One tenant by id."""
         return cast(Tenant, self.read(f"/tenants/{segment(tenant_id)}"))

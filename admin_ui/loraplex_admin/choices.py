@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import streamlit as st
 
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, Tenant
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, Page, Tenant
 from loraplex_admin.components import address, redirect
 
 # Enough for a select box with search; beyond it the reader pastes an id.
 MAX_CHOICES = 100
 _RETRY_S: Final = 3.0
+_OF_A_TENANT: Final = ("id", "after", "model", "revision", "beside", "beside_revision")
 _KEPT: Final = "typed_before_the_api_went_away"
 
 
@@ -28,15 +29,21 @@ def tenant(
         action: what the page does there: tenants in which it is not allowed are not offered.
         allow_all: "All tenants" may be chosen, for who is allowed it in more than one.
 
-    None: there is no tenant yet, or what was typed is of none (said on the page), or `allow_all` and all were chosen.
+    None: there is no tenant yet, or `allow_all` and all were chosen. Where the address or the reader names a tenant that
+    is none of theirs the page ends with an error: never is another one shown in its place.
     """
     page = api.tenants(limit=MAX_CHOICES)
     tenants = {one["id"]: one for one in page["data"] if access.may(action, one["id"])}
-    wanted = address.get("tenant") or str(st.session_state.get("last_tenant_id", ""))
+    named = address.get("tenant")
+    wanted = named or str(st.session_state.get("last_tenant_id", ""))
     if wanted and wanted not in tenants:
         found = _find(api, wanted)
+        if found is not None and not access.may(action, found["id"]):
+            found = None
+        if found is None and named is not None:
+            _refuse_address("tenant", named, "There is no such tenant, or you may not see this in")
         wanted = found["id"] if found else ""
-        tenants |= {found["id"]: found} if found and access.may(action, found["id"]) else {}
+        tenants |= {found["id"]: found} if found else {}
     if not tenants and not allow_all:
         st.info(
             "There is no tenant yet. Create one under *Tenants*."
@@ -62,6 +69,9 @@ def tenant(
         found = tenants.get(chosen) or _find(api, chosen.strip())
         if found is None:
             st.error(f"No tenant is called {fmt.code(chosen)}.", icon=":material/error:")
+            st.stop()
+    if named is not None and (found is None or named not in (found["slug"], found["id"])):
+        _forget_what_was_open()
     st.session_state["last_tenant_id"] = found["id"] if found else ""
     address.put(tenant=found["slug"] if found else None)
     return found
@@ -75,10 +85,53 @@ def _find(api: Api, name: str) -> Tenant | None:
         except ApiError as error:
             if error.status != 404:
                 raise
-    return next(
-        (one for one in api.tenants(search=name, limit=MAX_CHOICES)["data"] if one["slug"] == name),
-        None,
-    )
+    return api.tenant_called(name)
+
+
+def _refuse_address(name: str, value: str, why: str) -> NoReturn:
+    """End the page where its address names what is not there: something else in its place would pass for it."""
+    st.error(f"{why}: {fmt.code(value)}. Nothing is shown.", icon=":material/error:")
+    if st.button("Choose another", key=f"forget_{name}"):
+        address.put(**{name: None})
+        if name == "tenant":
+            st.session_state.pop("last_tenant_id", None)
+            _forget_what_was_open()
+        st.rerun()
+    st.stop()
+
+
+def _forget_what_was_open() -> None:
+    """What belongs to the tenant that was left is of nobody else."""
+    for name in list(st.query_params):
+        if name in _OF_A_TENANT or name.endswith(("_id", "_after")):
+            del st.query_params[name]
+
+
+def from_many(what: str, fetch: Callable[..., Page[Any]], *, key: str) -> Sequence[Any]:
+    """Rows to choose from: the newest or, where there are more, what the server finds for what is typed.
+
+    Outside of forms, in which nothing is asked before they are sent.
+
+    Args:
+        what: is searched, in the plural: `adapters`.
+        fetch: one page: `fetch(search=...)`.
+    """
+    name = f"{key}_search"
+    search = str(st.session_state.get(name, "")).strip() or None
+    page = fetch(search=search)
+    if search or page["has_more"]:
+        st.text_input(
+            f"Search {what}",
+            max_chars=80,
+            key=name,
+            icon=":material/search:",
+            placeholder="A piece of the name",
+            help=f"There are more {what} than are offered at a time: search first, then fill in the rest.",
+        )
+    if search and not page["data"]:
+        st.warning(f"No {what} have that in their name; the newest are offered.")
+        return fetch(search=None)["data"]
+    return page["data"]
 
 
 def kept(
@@ -88,14 +141,18 @@ def kept(
     name: str,
     key: str | None = None,
     help: str | None = None,
+    is_first_implied: bool = True,
 ) -> str:
     """A choice that is in the address as `name`; its first option is what an address without it means.
 
     Args:
         options: what may be chosen, each with its words.
+        is_first_implied: the first option is left out of the address; not where a search changes which one is first.
     """
     values = list(options)
     before = address.get(name)
+    if before is not None and before not in options:
+        _refuse_address(name, before, f"There is no such {label.lower()}")
     chosen = st.selectbox(
         label,
         values,
@@ -104,7 +161,7 @@ def kept(
         help=help,
         key=key or name,
     )
-    address.put(**{name: chosen if chosen != values[0] else None})
+    address.put(**{name: None if is_first_implied and chosen == values[0] else chosen})
     return chosen
 
 

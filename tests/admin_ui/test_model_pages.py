@@ -104,7 +104,9 @@ def test_an_alias_is_set_moved_and_what_is_unused_is_retired(
     for version in (first, second):
         checked(test.toggle(key=f"uses_{version}").set_value(True).run())
     assert f"retire_{second}" not in keys_of(test)  # its alias names it
-    press(test, f"retire_{first}")
+    confirm(test, f"retire_{first}", "v1")
+    assert "That is not the name" in words(test)
+    confirm(test, f"retire_{first}", "capitals v1")
     statuses = {
         version["id"]: version["status"]
         for version in admin.adapters(tenant["id"])["data"][0]["versions"]

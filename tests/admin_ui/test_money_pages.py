@@ -55,7 +55,7 @@ def test_a_limit_is_set_read_with_its_exact_reset_changed_and_removed(
     fill(opened, **{f"limit_{limit['id']}_value": "250.00"})
     press(opened, f"limit_{limit['id']}_go")
     assert admin.of_platform("limits").get(limit["id"])["value"] == "250.00"
-    confirm(opened, f"unlimit_{limit['id']}", "cost a month of tenant")
+    confirm(opened, f"unlimit_{limit['id']}", f"cost a month of tenant {tenant['slug']}")
     assert admin.of_platform("limits").page(tenant_id=tenant["id"])["data"] == []
 
 
@@ -215,7 +215,9 @@ def test_an_invoice_is_drafted_read_taken_as_a_file_and_not_finalized_too_soon(
     confirm(test, f"finalize_{invoice['id']}", f"draft of {invoice['month']}")
     assert invoices.get(invoice["id"])["status"] == "draft"
     assert test.error
-    press(test, f"drop_{invoice['id']}")
+    confirm(test, f"drop_{invoice['id']}", "draft")
+    assert invoices.page()["data"]
+    confirm(test, f"drop_{invoice['id']}", f"draft of {invoice['month']}")
     assert invoices.page()["data"] == []
 
 

@@ -141,7 +141,7 @@ def test_a_webhook_is_added_tested_replayed_switched_off_and_deleted(
     press(opened, f"replay_{delivery['id']}")
     press(opened, f"switch_{hook['id']}")
     assert hooks.get(hook["id"])["status"] == "disabled"
-    press(opened, f"rotate_{hook['id']}_go")
+    confirm(opened, f"rotate_{hook['id']}", hook["url"])
     assert [block.value for block in opened.code if block.value.startswith("whsec_")]
     confirm(opened, f"delete_{hook['id']}", hook["url"])
     assert hooks.page()["data"] == []

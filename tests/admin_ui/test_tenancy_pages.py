@@ -89,6 +89,8 @@ def test_a_key_is_narrowed_and_rotated(platform: Stand, admin: Api, tenant: dict
     assert changed["name"] == "k"
 
     press(test, f"rotate_{made['id']}_go")
+    assert "That is not the name" in words(test)
+    confirm(test, f"rotate_{made['id']}", "k")
     [secret] = [block.value for block in test.code if block.value.startswith("lpx_sk_")]
     assert secret != made["secret"]
 
@@ -208,7 +210,9 @@ def test_an_invitation_is_withdrawn(admin: Api, tenant: dict[str, Any]) -> None:
     made = invitations.create({"email": "eve@example.org", "role": "viewer"})
     test = open_page("members", admin, tenant, invitations_id=made["id"])
 
-    press(test, f"withdraw_{made['id']}")
+    confirm(test, f"withdraw_{made['id']}", made["id"])
+    assert invitations.page()["data"][0]["status"] == "pending"
+    confirm(test, f"withdraw_{made['id']}", "eve@example.org")
 
     assert invitations.page()["data"][0]["status"] == "revoked"
 

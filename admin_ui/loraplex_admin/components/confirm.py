@@ -6,6 +6,8 @@ import unicodedata
 
 import streamlit as st
 
+NOT_THE_NAME = "That is not the name. Nothing was done."
+
 
 def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -> bool:
     """Whether it was confirmed in this run.
@@ -18,20 +20,22 @@ def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -
     """
     with st.expander(label, icon=":material/warning:", key=f"{key}_box"):
         st.warning(consequence)
-        st.code(name, language=None, wrap_lines=True)
         with st.form(key, border=False):
-            typed = st.text_input(
-                "Type the name above to confirm",
-                key=f"{key}_typed",
-                autocomplete="off",
-            )
+            is_named = ask(name, key=f"{key}_typed")
             is_sent = st.form_submit_button(button, type="primary", key=f"{key}_go")
         if not is_sent:
             return False
-        if _plain(typed) != _plain(name):
-            st.error("That is not the name. Nothing was done.", icon=":material/error:")
+        if not is_named:
+            st.error(NOT_THE_NAME, icon=":material/error:")
             return False
     return True
+
+
+def ask(name: str, *, key: str) -> bool:
+    """The name to copy and the field for it, of a form; whether that was typed."""
+    st.code(name, language=None, wrap_lines=True)
+    typed = st.text_input("Type the name above to confirm", key=key, autocomplete="off")
+    return _plain(typed) == _plain(name)
 
 
 def _plain(text: str) -> str:

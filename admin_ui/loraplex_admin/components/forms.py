@@ -18,6 +18,7 @@ import streamlit as st
 
 from loraplex_admin import choices
 from loraplex_admin.api import ApiError
+from loraplex_admin.components import confirm
 from loraplex_admin.resources import Row
 
 _BLANK = "–"
@@ -48,7 +49,7 @@ class Field:
     def draw(self, key: str, value: Any) -> Any:  # noqa: ANN401 (whatever JSON has there)
         """The widget; what it holds, as the API takes it."""
         if self.kind == "choice":
-            options = list(self.options)
+            options = self._offered(() if value is None else (value,))
             return st.selectbox(
                 self.label,
                 options,
@@ -60,8 +61,8 @@ class Field:
         if self.kind == "choices":
             return st.multiselect(
                 self.label,
-                list(self.options),
-                default=[one for one in value or () if one in self.options],
+                self._offered(value or ()),
+                default=list(value or ()),
                 format_func=self._label,
                 help=self.help,
                 key=key,
@@ -78,6 +79,10 @@ class Field:
                 key=key,
             )
         return self._draw_text(key, value)
+
+    def _offered(self, held: Sequence[Any]) -> list[Any]:
+        """The options, and what is held beside them: it must not change because it was not among the newest."""
+        return [*self.options, *(one for one in held if one not in self.options)]
 
     def _draw_text(self, key: str, value: Any) -> Any:  # noqa: ANN401 (as above)
         shown = "\n".join(value or ()) if self.kind == "lines" else str(value or "")
@@ -141,6 +146,7 @@ def create(
     submit: str,
     send: Callable[[Row, str], Row],
     check: Callable[[Row], str | None] | None = None,
+    confirm_name: str | None = None,
 ) -> Row | None:
     """A form for something new; the answer once it is made. Refusals are shown in the API's words.
 
@@ -148,13 +154,19 @@ def create(
         name: begins the keys of its widgets: `{name}_{field}`, and `{name}_go`.
         send: given the body and the key under which it is made once.
         check: what is missing, in words, before anything is sent.
+        confirm_name: what has to be typed first, where something ends with it.
     """
+    typed_key = f"{name}_typed"
     with st.form(name, border=False):
         values = {
             one.name: one.draw(choices.fresh(f"{name}_{one.name}"), one.default) for one in fields
         }
+        is_named = confirm_name is None or confirm.ask(confirm_name, key=choices.fresh(typed_key))
         is_sent = st.form_submit_button(submit, type="primary", key=f"{name}_go")
     if not is_sent:
+        return None
+    if not is_named:
+        st.error(confirm.NOT_THE_NAME, icon=":material/error:")
         return None
     body = {
         one.name: values[one.name]
@@ -171,6 +183,8 @@ def create(
         choices.show_refusal(error)
         return None
     done(name, fields)
+    if confirm_name is not None:
+        choices.empty(typed_key)
     return answer
 
 

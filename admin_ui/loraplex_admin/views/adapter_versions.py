@@ -33,7 +33,8 @@ def show(api: Api, tenant: Tenant, adapter: Adapter, *, can_write: bool) -> None
                     f"{fmt.time(version['created_at'], zone)}"
                 )
                 report(version, key=version["id"])
-                _uses(adapters.under(adapter["id"], "versions"), version, can_write=can_write)
+                versions = adapters.under(adapter["id"], "versions")
+                _uses(versions, adapter, version, can_write=can_write)
 
 
 def _aliases(aliases: Collection, adapter: Adapter, zone: str, *, can_write: bool) -> None:
@@ -111,7 +112,9 @@ def _move_alias(aliases: Collection, adapter: Adapter) -> None:
         )
 
 
-def _uses(versions: Collection, version: AdapterVersion, *, can_write: bool) -> None:
+def _uses(
+    versions: Collection, adapter: Adapter, version: AdapterVersion, *, can_write: bool
+) -> None:
     """What names it; nothing: it can be retired. Asked when the reader wants it: each version is a call."""
     id_ = version["id"]
     if not st.toggle("What names it?", key=f"uses_{id_}"):
@@ -131,7 +134,13 @@ def _uses(versions: Collection, version: AdapterVersion, *, can_write: bool) -> 
                 choices.rerun_with_notice("It can be deployed again.")
         elif uses:
             st.caption("It can be retired once nothing names it.")
-        elif st.button("Retire it", key=f"retire_{id_}"):
+        elif confirm.by_name(
+            "Retire it",
+            name=f"{adapter['name']} v{version['version']}",
+            consequence="Nothing can use it any more, and engines let it go. Its files stay.",
+            button="Retire it",
+            key=f"retire_{id_}",
+        ):
             versions.act(id_, "retire")
             choices.rerun_with_notice(
                 "It is retired: nothing can use it, and engines let it go. Its files stay."

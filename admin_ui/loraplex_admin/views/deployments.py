@@ -100,20 +100,21 @@ def _say_follow(deployment: Row) -> str:
 # ---------------------------------------------------------------------------------- deploy
 
 
-def _versions(api: Api, tenant: Tenant | None) -> dict[str, str]:
-    """What can be deployed, of the newest fifty adapters; the base first."""
+def _versions(api: Api, tenant: Tenant | None, key: str) -> dict[str, str]:
+    """What can be deployed, of the newest adapters or those that are searched; the base first."""
     found = {"": _BASE}
     if tenant is None:
         return found
-    for adapter in api.adapters(tenant["id"])["data"]:
+    adapters = api.of_tenant(tenant["id"], "adapters")
+    for adapter in choices.from_many("adapters", adapters.page, key=key):
         for version in adapter["versions"]:
             if version["status"] == "ready":
                 found[version["id"]] = f"{adapter['name']} v{version['version']}"
     return found
 
 
-def _content_fields(api: Api, tenant: Tenant | None) -> tuple[Field, ...]:
-    versions = _versions(api, tenant)
+def _content_fields(api: Api, tenant: Tenant | None, key: str) -> tuple[Field, ...]:
+    versions = _versions(api, tenant, f"{key}_adapter")
     return (
         Field("version_id", "Answers with", "choice", options=tuple(versions), labels=versions),
         Field(
@@ -178,7 +179,7 @@ def _deploy(api: Api, tenant: Tenant | None) -> None:
                     help="What the tenant's clients write as `model`. One that is there changes at once; what is left empty "
                     "here stays as it is.",
                 ),
-                *_content_fields(api, tenant),
+                *_content_fields(api, tenant, "deploy"),
             ),
             submit="Deploy",
             check=lambda body: None if body["name"] else "Write a model id.",
@@ -271,7 +272,7 @@ def _new_revision(api: Api, tenant: Tenant | None, name: str) -> None:
     ):
         made = forms.create(
             "revision",
-            _content_fields(api, tenant),
+            _content_fields(api, tenant, "revision"),
             submit="Make the revision",
             send=lambda body, once: revisions.create(_content(body), once=once),
         )

@@ -45,7 +45,7 @@ def show(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -
     if not can_write:
         return
     if suites:
-        _new_schedule(api, tenant, suites, listing)
+        _new_schedule(api, tenant, listing)
     if open_id is None:
         return
     try:
@@ -54,12 +54,17 @@ def show(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -
         choices.show_refusal(error)
 
 
-def _new_schedule(api: Api, tenant: Tenant, suites: dict[str, str], listing: Listing) -> None:
+def _new_schedule(api: Api, tenant: Tenant, listing: Listing) -> None:
     schedules = api.of_tenant(tenant["id"], "eval-schedules")
-    names = [one["name"] for one in api.deployments(tenant["id"])["data"]]
-    if not names:
+    deployments = api.of_tenant(tenant["id"], "deployments")
+    if not deployments.page(limit=1)["data"]:
         return
     with st.expander("New schedule", icon=":material/schedule:", key="new_schedule_box"):
+        rows = choices.from_many("deployments", deployments.page, key="new_schedule_deployment")
+        names = [one["name"] for one in rows]
+        all_suites = api.of_tenant(tenant["id"], "eval-suites")
+        rows = choices.from_many("suites", all_suites.page, key="new_schedule_suite")
+        suites = {one["id"]: one["name"] for one in rows}
         made = forms.create(
             "new_schedule",
             (

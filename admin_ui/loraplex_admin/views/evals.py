@@ -243,7 +243,7 @@ def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) 
     )
     open_id = listing.show()
     if can_write and suites:
-        _new_run(api, tenant, suites, listing)
+        _new_run(api, tenant, listing)
     if open_id is None:
         return
     try:
@@ -283,16 +283,21 @@ def _progress(run: Row) -> None:
         st.metric("Score", f"{run['score']:.1%}")
 
 
-def _new_run(api: Api, tenant: Tenant, suites: dict[str, str], listing: Listing) -> None:
+def _new_run(api: Api, tenant: Tenant, listing: Listing) -> None:
     runs = api.of_tenant(tenant["id"], "eval-runs")
-    names = [one["name"] for one in api.deployments(tenant["id"])["data"]]
-    if not names:
+    deployments = api.of_tenant(tenant["id"], "deployments")
+    if not deployments.page(limit=1)["data"]:
         st.info(
             "A run asks a deployment; there is none yet. Deploy something first.",
             icon=":material/lightbulb:",
         )
         return
     with st.expander("New run", icon=":material/play_arrow:", key="new_run_box"):
+        rows = choices.from_many("deployments", deployments.page, key="new_run_deployment")
+        names = [one["name"] for one in rows]
+        all_suites = api.of_tenant(tenant["id"], "eval-suites")
+        rows = choices.from_many("suites", all_suites.page, key="new_run_suite")
+        suites = {one["id"]: one["name"] for one in rows}
         made = forms.create(
             "new_run",
             (

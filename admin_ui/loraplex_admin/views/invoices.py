@@ -185,7 +185,7 @@ def _lines(invoice: Row) -> None:
 def _change(api: Api, invoice: Row, name: str, listing: Listing) -> None:
     if invoice["status"] == "draft":
         _finalize(api, invoice, name)
-        _drop(api, invoice, listing)
+        _drop(api, invoice, name, listing)
     elif invoice["status"] == "final" and invoice["kind"] == "invoice":
         _void(api, invoice, name, listing)
 
@@ -207,8 +207,14 @@ def _finalize(api: Api, invoice: Row, name: str) -> None:
     choices.rerun_with_notice(f"{fmt.code(final['number'])} is issued.")
 
 
-def _drop(api: Api, invoice: Row, listing: Listing) -> None:
-    if not st.button("Throw the draft away", key=f"drop_{invoice['id']}"):
+def _drop(api: Api, invoice: Row, name: str, listing: Listing) -> None:
+    if not confirm.by_name(
+        "Throw the draft away",
+        name=name,
+        consequence="The draft is gone; it can be drafted again from the books.",
+        button="Throw it away",
+        key=f"drop_{invoice['id']}",
+    ):
         return
     try:
         api.of_tenant(invoice["tenant_id"], "invoices").remove(invoice["id"])

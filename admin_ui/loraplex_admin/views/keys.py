@@ -148,13 +148,15 @@ def _projects(api: Api, tenant: Tenant) -> dict[str, str]:
 
 
 def _grants_field(api: Api, tenant: Tenant) -> Field:
-    """What can be granted, the newest hundred of each kind; nothing chosen: everything."""
+    """What can be granted, the newest of each kind or those searched; nothing chosen: everything."""
     labels: dict[str, str] = {}
     for one in api.of_platform("base-models").page()["data"]:
         labels[f"base:{one['id']}"] = f"base model {one['name']}"
-    for one in api.of_tenant(tenant["id"], "deployments").page()["data"]:
+    deployments = api.of_tenant(tenant["id"], "deployments")
+    for one in choices.from_many("deployments to grant", deployments.page, key="grant_deployment"):
         labels[f"deployment:{one['id']}"] = f"deployment {one['name']}"
-    for one in api.of_tenant(tenant["id"], "adapters").page()["data"]:
+    adapters = api.of_tenant(tenant["id"], "adapters")
+    for one in choices.from_many("adapters to grant", adapters.page, key="grant_adapter"):
         labels[f"adapter:{one['id']}"] = f"adapter {one['name']}"
     return Field(
         "grants",
@@ -270,6 +272,7 @@ def _rotate(api: Api, tenant: Tenant, key: Row) -> None:
                 ),
             ),
             submit="Make a new secret",
+            confirm_name=key["name"],
             send=lambda body, once: keys.act(key["id"], "rotate", body, once=once),
         )
     if made is not None:

@@ -297,7 +297,7 @@ def _limit(api: Api, limit: Row, zone: str, listing: Listing) -> None:
             choices.rerun_with_notice(
                 f"{fmt.amount(saved['value'], saved['unit'])} from the next request on."
             )
-        name = f"{_name(limit)} of {limit['scope_kind']}"
+        name = f"{_name(limit)} of {_whose(api, limit)}"
         if not confirm.by_name(
             "Remove this limit",
             name=name,
@@ -311,6 +311,14 @@ def _limit(api: Api, limit: Row, zone: str, listing: Listing) -> None:
     choices.rerun_with_notice(f"{fmt.literal(name)} is not limited any more.")
 
 
+def _whose(api: Api, limit: Row) -> str:
+    """`tenant acme`: whoever confirms has to see whom it concerns."""
+    kind, id_ = limit["scope_kind"], limit["scope_id"]
+    if id_ is None:
+        return "the platform"
+    return f"{kind} {api.tenant(id_)['slug'] if kind == 'tenant' else id_}"
+
+
 def _as_text(limit: Row) -> Row:
     return limit | {"alert_pct": [str(pct) for pct in limit["alert_pct"]]}
 
@@ -320,15 +328,22 @@ def _as_text(limit: Row) -> Row:
 
 def _effective(api: Api, tenant: Tenant) -> None:
     st.subheader("What binds a caller now")
-    keys = {
-        one["id"]: one
-        for one in api.of_tenant(tenant["id"], "keys").page(limit=choices.MAX_CHOICES)["data"]
-    }
+    left, right = st.columns(2)
+    with left:
+        rows = choices.from_many(
+            "keys", api.of_tenant(tenant["id"], "keys").page, key=f"effective_key_{tenant['id']}"
+        )
+    keys = {one["id"]: one for one in rows}
     if not keys:
         st.info("This tenant has no key yet, so nobody calls.", icon=":material/lightbulb:")
         return
-    deployments = {one["id"]: one["name"] for one in api.deployments(tenant["id"])["data"]}
-    left, right = st.columns(2)
+    with right:
+        rows = choices.from_many(
+            "deployments",
+            api.of_tenant(tenant["id"], "deployments").page,
+            key=f"effective_deployment_{tenant['id']}",
+        )
+    deployments = {one["id"]: one["name"] for one in rows}
     key_id = left.selectbox(
         "Key",
         list(keys),

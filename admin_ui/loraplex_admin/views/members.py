@@ -9,7 +9,7 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, Tenant
+from loraplex_admin.api import Api, ApiError, Page, Tenant
 from loraplex_admin.components import confirm, forms, one_time
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
@@ -142,9 +142,16 @@ def _invitations(api: Api, tenant: Tenant, *, can_write: bool) -> None:
     st.subheader("Invitations")
     invitations = api.of_tenant(tenant["id"], "invitations")
     zone = tenant["billing_tz"]
+    emails: dict[str, str] = {}
+
+    def fetch(after: str | None = None) -> Page[Row]:
+        page = invitations.page(after=after)
+        emails.update((one["id"], one["email"]) for one in page["data"])
+        return page
+
     listing = Listing(
         "invitations",
-        fetch=invitations.page,
+        fetch=fetch,
         columns=Columns(
             lambda one: {
                 "e-mail": fmt.cell(one["email"]),
@@ -164,7 +171,13 @@ def _invitations(api: Api, tenant: Tenant, *, can_write: bool) -> None:
     if (
         open_id is None
         or not can_write
-        or not st.button("Withdraw this invitation", key=f"withdraw_{open_id}")
+        or not confirm.by_name(
+            "Withdraw this invitation",
+            name=emails.get(open_id, open_id),
+            consequence="Its token is worth nothing from then on.",
+            button="Withdraw it",
+            key=f"withdraw_{open_id}",
+        )
     ):
         return
     try:

@@ -17,8 +17,9 @@ from streamlit.delta_generator import DeltaGenerator
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.access import Access
-from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Deployment, Tenant
-from loraplex_admin.resources import Row
+from loraplex_admin.api import Api, ApiError, ApiUnreachableError, ChatStream, Tenant
+from loraplex_admin.components import address
+from loraplex_admin.resources import Collection, Row
 
 _POLL_S = 0.05
 # How often a silent stream's clock is redrawn. Streamlit ends a script whose reader has left only
@@ -32,14 +33,15 @@ def render(api: Api, access: Access) -> None:
     tenant = choices.tenant(api, access, key="playground_tenant", action="playground.use")
     if tenant is None:
         return
-    deployments = api.deployments(tenant["id"])["data"]
-    if not deployments:
+    deployments = api.of_tenant(tenant["id"], "deployments")
+    newest = deployments.page(limit=1)["data"]
+    if not newest:
         st.info(
             "This tenant has no deployment yet. Deploy an adapter first, then ask it here.",
             icon=":material/lightbulb:",
         )
         return
-    base = deployments[0]["base_model"]
+    base = newest[0]["base_model"]
     first, second = st.columns(2)
     with first:
         asked = [_Asked(base, "base"), _choose(api, tenant, deployments, "playground_model")]
@@ -91,23 +93,33 @@ class _Asked:
 def _choose(
     api: Api,
     tenant: Tenant,
-    deployments: list[Deployment],
+    deployments: Collection,
     key: str,
     *,
     is_optional: bool = False,
 ) -> _Asked | None:
     """A deployment and one of its revisions; both are in the address."""
-    numbers = {one["name"]: one["revision"]["number"] for one in deployments}
+    in_address = "beside" if is_optional else "model"
+    rows = [
+        *choices.from_many("deployments", deployments.page, key=key),
+        *_named_in_address(deployments, in_address),
+    ]
+    numbers = {one["name"]: one["revision"]["number"] for one in rows}
     names = {name: name for name in numbers}
     name = choices.kept(
         "Beside it" if is_optional else "Deployment",
         {"": "nothing", **names} if is_optional else names,
-        name="beside" if is_optional else "model",
+        name=in_address,
+        is_first_implied=is_optional,
         key=key,
     )
     if not name:
         return None
-    page = api.of_tenant(tenant["id"], "deployments").under(name, "revisions").page()
+    revision_name = "beside_revision" if is_optional else "revision"
+    before = address.get(revision_name)
+    if before is not None and before.rpartition("@")[0] not in ("", name):
+        address.put(**{revision_name: None})  # of the deployment that was chosen before
+    page = deployments.under(name, "revisions").page()
     revisions = {f"{name}@{one['number']}": one for one in page["data"]}
     chosen = choices.kept(
         "Its revision",
@@ -115,7 +127,7 @@ def _choose(
             "": f"what answers now (revision {numbers[name]})",
             **{at: _say_revision(one, tenant["billing_tz"]) for at, one in revisions.items()},
         },
-        name="beside_revision" if is_optional else "revision",
+        name=revision_name,
         key=f"{key}_revision_{name}",
         help="The newest 50. An older one answers you alone: its clients notice nothing.",
     )
@@ -123,6 +135,19 @@ def _choose(
         return _Asked(name, f"deployment, revision {numbers[name]}")
     named = revisions[chosen]
     return _Asked(name, f"deployment, revision {named['number']}", named["id"])
+
+
+def _named_in_address(deployments: Collection, name: str) -> list[Row]:
+    """However many there are, the one in the address is among the choices; if it is there."""
+    named = address.get(name)
+    if named is None:
+        return []
+    try:
+        return [deployments.get(named)]
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return []
 
 
 def _say_revision(revision: Row, zone: str) -> str:

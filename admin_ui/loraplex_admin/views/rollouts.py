@@ -134,14 +134,15 @@ def _say_step(step: Row) -> str:
 
 def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     rollouts = api.owned(tenant, "rollouts")
-    deployments = api.owned(tenant, "deployments").page(limit=choices.MAX_CHOICES)
-    names = [one["name"] for one in deployments["data"]]
-    if not names:
+    deployments = api.owned(tenant, "deployments")
+    if not deployments.page(limit=1)["data"]:
         st.info(
             "There is no deployment yet. Make one under *Deployments*.", icon=":material/lightbulb:"
         )
         return
     with st.expander("New rollout", icon=":material/add:", key=choices.fresh("new_rollout_box")):
+        rows = choices.from_many("deployments", deployments.page, key="new_rollout_deployment")
+        names = [one["name"] for one in rows]
         made = forms.create(
             "new_rollout",
             (

@@ -125,7 +125,13 @@ def _user(api: Api, access: Access, user: Row) -> None:
                     users.act(id_, "enable")
                     choices.rerun_with_notice(f"{fmt.code(email)} may log in again.")
                 return
-            if st.button("End all of their logins", key=f"logout_{id_}"):
+            if confirm.by_name(
+                "End all of their logins",
+                name=email,
+                consequence="They are logged out everywhere at once, and may log in anew.",
+                button="End them",
+                key=f"logout_{id_}",
+            ):
                 users.act(id_, "logout")
                 choices.rerun_with_notice(f"{fmt.code(email)} has to log in anew.")
             reset = forms.create(

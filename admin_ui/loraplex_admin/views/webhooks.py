@@ -206,6 +206,7 @@ def _change(hooks: Collection, hook: Row, listing: Listing) -> None:
                 ),
             ),
             submit="Make a new secret",
+            confirm_name=hook["url"],
             send=lambda body, once: hooks.act(id_, "rotate", body, once=once),
         )
     if made is not None:

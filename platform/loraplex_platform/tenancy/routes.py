@@ -70,10 +70,22 @@ async def create_tenant(
 @router.get("")
 @requires("tenant.read")
 async def list_tenants(
-    page: Paging, session: DbSession, search: Search = None
+    page: Paging,
+    session: DbSession,
+    search: Search = None,
+    slug: Annotated[
+        str | None,
+        Query(
+            max_length=80,
+            pattern=r"^[^\x00]*$",  # which Postgres refuses
+            description="Only the one whose slug is exactly this.",
+        ),
+    ] = None,
 ) -> ListPage[TenantResource]:
     """Every tenant, newest first; for members, those they belong to. `search`: in slug and name."""
     statement = holding(queries.all_tenants(), search, Tenant.slug, Tenant.name)
+    if slug is not None:
+        statement = statement.where(Tenant.slug == slug)
     rows, has_more = await fetch(session, statement, Tenant.id, page, "tenant")
     return to_list(rows, has_more, show_tenant)
 
