@@ -26,7 +26,7 @@ pytestmark = pytest.mark.browser
 
 ROLES = ("platform admin", "platform viewer", *TENANT_ROLES)
 # The others, and the rest of the pictures, with the slow tests.
-QUICK_ROLES = ("billing", "developer")
+QUICK_ROLES = ("billing",)
 QUICK_LOOKS = (("dark", 1280, "usage"), ("light", 420, "rollouts"))
 # What would be alive, had it come through: nothing of Streamlit's own looks like this.
 ALIVE = (

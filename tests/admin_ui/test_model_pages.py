@@ -164,6 +164,7 @@ def test_a_rollout_is_drafted_started_watched_and_aborted(
 # -------------------------------------------------------------------------------------- evals
 
 
+@pytest.mark.slow
 def test_a_suite_is_brought_run_read_case_by_case_and_compared(
     platform: Stand, admin: Api, tenant: dict[str, Any]
 ) -> None:

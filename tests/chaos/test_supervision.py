@@ -23,6 +23,7 @@ def own_fleet(short_tmp_path: Path, tiny_model: Path) -> Iterator[Fleet]:
     kill_leftovers(fleet)
 
 
+@pytest.mark.slow
 def test_a_life_of_a_data_directory(own_fleet: Fleet) -> None:
     """One long story, because each start costs seconds: start, refuse, stop, kill, start again."""
     own_fleet.start()
@@ -80,6 +81,7 @@ def test_a_life_of_a_data_directory(own_fleet: Fleet) -> None:
     assert own_fleet.processes() == []
 
 
+@pytest.mark.slow
 def test_a_postgres_and_a_redis_of_your_own_serve_as_well(
     short_tmp_path: Path, tiny_model: Path, postgres_server: PostgresServer, redis_url: str
 ) -> None:

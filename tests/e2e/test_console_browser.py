@@ -31,6 +31,7 @@ def page(console_url: str, demo_fleet: Fleet) -> Iterator[Page]:
         yield page
 
 
+@pytest.mark.slow
 def test_an_adapter_from_upload_to_the_books(page: Page, console_url: str, tmp_path: Path) -> None:
     browser.go(page, "Adapters")
     browser.choose(page, "Tenant", "acme")

@@ -290,6 +290,7 @@ async def test_a_key_from_the_command_line_works_until_it_is_revoked(demo_fleet:
 # ---------------------------------------------------------------------------- the end
 
 
+@pytest.mark.slow
 async def test_a_killed_gateway_does_not_spoil_the_bill(
     demo_fleet: Fleet, acme: openai.AsyncOpenAI
 ) -> None:
@@ -316,6 +317,7 @@ async def test_a_killed_gateway_does_not_spoil_the_bill(
     assert broken["completion_tokens"] == 0, "what we broke is not billed"
 
 
+@pytest.mark.slow
 def test_zz_the_same_flags_again_are_the_same_demo(demo_fleet: Fleet) -> None:
     """Last: it stops the fleet and starts it again."""
     before = demo_fleet.demo

@@ -121,6 +121,7 @@ def test_texts_and_logprobs_have_the_bits_of_the_loop(
     assert len({str(rows) for rows in whole.values()}) == 4
 
 
+@pytest.mark.slow
 def test_it_stands_back_where_a_part_is_not_a_kernel(kernels: Path, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, TinyShape(num_layers=2))
     ops = OpsKernel(torch.float32, cache_dir=kernels, num_threads=1)

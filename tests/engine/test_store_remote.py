@@ -120,6 +120,7 @@ def test_a_bucket_that_is_not_there_is_said(s3: S3Server, tmp_path: Path) -> Non
         store.put(tmp_path / "a", adapter.digest)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_one_error_of_ours(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "a")
     with s3_server("gone") as server:

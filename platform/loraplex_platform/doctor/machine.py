@@ -6,6 +6,7 @@ import contextlib
 import resource
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -253,9 +254,12 @@ def available_bytes(cgroup: Path | None = None) -> int:
     import psutil
 
     cgroup = cgroup or CGROUP
-    held = _held_by_an_engine()
-    available = int(psutil.virtual_memory().available) + held
+    available = int(psutil.virtual_memory().available) + _held_by_an_engine()
     try:
+        # An engine of another container has nothing of this one's.
+        held = _held_by_an_engine(
+            {int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()}
+        )
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
         lines = (cgroup / "memory.stat").read_text().split("\n")
@@ -267,14 +271,14 @@ def available_bytes(cgroup: Path | None = None) -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used + held))
 
 
-def _held_by_an_engine() -> int:
-    """Memory of its own of the largest engine that is to be seen from here; in its container, of that one."""
+def _held_by_an_engine(among: Collection[int] | None = None) -> int:
+    """Memory of its own of the largest engine that is to be seen from here. `among`: these processes."""
     import psutil
 
     largest = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if ENGINE_MODULE in process.cmdline():
+            if (among is None or process.pid in among) and ENGINE_MODULE in process.cmdline():
                 found = process.memory_info()
                 largest = max(largest, found.rss - found.shared)
     return largest

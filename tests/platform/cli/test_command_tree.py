@@ -199,7 +199,9 @@ def test_bash_completes_commands_and_flags(typed: str, offered: set[str], tmp_pa
     program = tmp_path / "loraplex"
     program.write_text(f"#!{sys.executable}\nfrom loraplex_platform.cli import app\n\napp()\n")
     program.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    # Typer's own switch: else it would ask which shell has started these tests, and there may be none.
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    env = os.environ | named | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = typed.split()
     bash = shutil.which("bash")
     assert bash is not None

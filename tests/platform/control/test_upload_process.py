@@ -80,6 +80,7 @@ def write(folder: Path, files: AdapterFiles) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_over_a_network_that_cuts_anywhere_it_arrives(
     controls: Controls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,11 +205,11 @@ async def test_a_kv_cache_that_no_machine_holds(ask: Ask, tmp_path: Path) -> Non
     assert "LORAPLEX_ENGINE_KV_MEMORY_BYTES" in large.remedy
 
 
-def test_a_cgroups_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cgroups_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{10 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{4 * 2**20}\n")
     (tmp_path / "memory.stat").write_text("anon 5\n")
-    monkeypatch.setattr(machine, "_held_by_an_engine", lambda: 0)
+    (tmp_path / "cgroup.procs").write_text("")
 
     assert machine.available_bytes(tmp_path) == 6 * 2**20
     (tmp_path / "memory.max").write_text("max\n")
@@ -246,6 +246,7 @@ async def test_what_a_running_engine_has_is_not_counted_against_it(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - ends in a second
         assert process.stdout is not None
         process.stdout.readline()
+        (machine.CGROUP / "cgroup.procs").write_text(f"1\n{process.pid}\n")
         beside = await ask("machine.memory", engine=limits, **model)
         process.kill()
 
@@ -266,6 +267,7 @@ def container(
     cgroup = tmp_path / "cgroup"
     cgroup.mkdir()
     (cgroup / "memory.max").write_text(f"{limit}\n")
+    (cgroup / "cgroup.procs").write_text("")  # whatever else runs on this machine is not in it
     (cgroup / "memory.current").write_text(f"{used}\n")
     (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {files}\nactive_file 0\n")
     monkeypatch.setattr(machine, "CGROUP", cgroup)

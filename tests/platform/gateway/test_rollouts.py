@@ -298,6 +298,7 @@ async def test_a_key_that_may_not_call_the_canary_is_outside_of_the_rollout(stan
     assert revision_of(inside) == revision_of(by_name) == deployed.canary_id
 
 
+@pytest.mark.slow
 async def test_an_abort_leaves_a_stream_on_its_revision(stand: Stand) -> None:
     deployed = await Deployed.make(stand)
     rollout_id = await deployed.roll_out(weight_bp=10_000)

@@ -240,6 +240,7 @@ async def test_killed_workers_lose_no_transition_and_double_none(scene: Scene) -
     await scene.check(name)
 
 
+@pytest.mark.slow
 async def test_a_worker_killed_while_it_aborts_aborts_once(scene: Scene) -> None:
     rollout = await scene.world.started(
         steps=[canary(4000, hold_s=3600)], gate=GATE, sticky_by="user"
