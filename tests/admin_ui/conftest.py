@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from tests.support.postgres import PostgresServer
 
 _numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _main_stays_what_it_was(_main: object = sys.modules["__main__"]) -> Iterator[None]:
+    """Streamlit's test driver leaves its script as `__main__`, which processes that are spawned later would run."""
+    yield
+    sys.modules["__main__"] = _main  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="package", autouse=True)
