@@ -256,10 +256,6 @@ def available_bytes(cgroup: Path | None = None) -> int:
     cgroup = cgroup or CGROUP
     available = int(psutil.virtual_memory().available) + _held_by_an_engine()
     try:
-        # An engine of another container has nothing of this one's.
-        held = _held_by_an_engine(
-            {int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()}
-        )
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
         lines = (cgroup / "memory.stat").read_text().split("\n")
@@ -268,7 +264,19 @@ def available_bytes(cgroup: Path | None = None) -> int:
         used -= sum(int(sizes.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
     except (OSError, ValueError):
         return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used + held))
+    if limit == "max":
+        return available
+    # An engine of another container has nothing of this one's.
+    held = _held_by_an_engine(_processes_of(cgroup))
+    return min(available, max(0, int(limit) - used + held))
+
+
+def _processes_of(cgroup: Path) -> frozenset[int]:
+    """None where that cannot be read, as of threads' cgroups: its limit counts all the same."""
+    try:
+        return frozenset(map(int, (cgroup / "cgroup.procs").read_text().split()))
+    except (OSError, ValueError):
+        return frozenset()
 
 
 def _held_by_an_engine(among: Collection[int] | None = None) -> int:
