@@ -81,7 +81,6 @@ def test_a_replica_that_was_killed_keeps_again_what_is_desired(
     def is_back() -> bool:
         [replica] = admin.fleet()["replicas"]
         stats = replica["stats"]
-        # For some seconds the killed one's last figures are shown.
         is_new = stats is not None and replica["incarnation"] != before["incarnation"]
         return is_new and digests <= set(stats["adapters_host"])
 

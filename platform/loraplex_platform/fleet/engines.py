@@ -139,19 +139,15 @@ class EngineFleet:
         return {fingerprint: sorted(ids) for fingerprint, ids in running.items()}
 
     async def views(self) -> list[ReplicaView]:
-        """Every known replica with fresh statistics where it answers, by id."""
+        """Every known replica with fresh statistics of this very process where it answers, by id."""
         await self.sample()
         views = []
         for replica in sorted(self._router.replicas, key=lambda r: r.record.replica_id):
             samples = self._samples.get(replica.record.replica_id)
-            is_fresh = samples is not None and time.monotonic() - samples[-1].at_s < FRESH_S
-            views.append(
-                ReplicaView(
-                    record=replica.record,
-                    stats=samples[-1].stats if samples is not None and is_fresh else None,
-                    rates=_rates(samples) if samples is not None and is_fresh else Rates(),
-                )
-            )
+            if samples is None or not _speaks_for(samples[-1], replica.record):
+                views.append(ReplicaView(replica.record, None, Rates()))
+            else:
+                views.append(ReplicaView(replica.record, samples[-1].stats, _rates(samples)))
         return views
 
     async def sample(self) -> None:
@@ -181,6 +177,12 @@ class EngineFleet:
         incarnation = replica.record.incarnation if welcome is None else welcome.incarnation
         samples = self._samples.setdefault(replica.record.replica_id, deque(maxlen=64))
         samples.append(Sample(time.monotonic(), incarnation, stats))
+
+
+def _speaks_for(sample: Sample, record: ReplicaRecord) -> bool:
+    """A killed process's last figures are not those of the one that has started in its place."""
+    is_fresh = time.monotonic() - sample.at_s < FRESH_S
+    return is_fresh and sample.incarnation == record.incarnation
 
 
 def _rates(samples: deque[Sample]) -> Rates:

@@ -18,6 +18,7 @@ from loraplex_platform.metering.usage import FILE_ROWS, UsagePage, UsageQuery, r
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, announce, error_of
+from tests.platform.gateway.stand import eventually
 from tests.support.metering import Customer, add_customer, reservation, settlement
 
 
@@ -177,6 +178,26 @@ async def test_invariants_are_shown_check_by_check(stand: Stand) -> None:
     assert report["identity"]["unlanded"] == 1
     assert {"name", "title", "ok", "detail"} <= set(report["checks"][0])
     assert abs(report["checked_at"] - time.time()) < 60
+
+
+async def test_a_killed_replicas_last_figures_are_not_its_successors(stand: Stand) -> None:
+    [before] = (await stand.admin.get("/admin/v1/fleet")).json()["replicas"]
+    assert before["stats"] is not None
+
+    await stand.engine.crash()
+    stand.engine.is_mute = True  # it has started, and has said nothing yet
+    await stand.engine.start()
+    announce(stand.redis_url, stand.engine)
+
+    async def is_seen() -> bool:
+        seen.append((await stand.admin.get("/admin/v1/fleet")).json()["replicas"][0])
+        return bool(seen[-1]["incarnation"] == stand.engine.incarnation)
+
+    seen: list[dict[str, Any]] = []
+    await eventually(is_seen, "the new process")
+    assert seen[-1]["stats"] is None
+    assert seen[-1]["requests_per_s"] == 0
+    stand.engine.is_mute = False
 
 
 async def test_the_fleet_shows_replicas_their_stats_and_rates(
