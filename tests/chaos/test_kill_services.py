@@ -144,7 +144,8 @@ async def test_an_engine_killed_while_it_reads_prompts_bills_nobody(
             clients[0].chat.completions.create(
                 model="one",
                 messages=[{"role": "user", "content": f"{number} {prompt}"}],
-                max_tokens=1,
+                max_tokens=LONG,  # none has ended by the time it is killed
+                extra_body={"ignore_eos": True},
             )
         )
         for number in range(16)
