@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex_admin.catalog import PAGES
 from PIL import Image
 from playwright.sync_api import Page
 
@@ -21,10 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "screenshots"
 # What takes pictures that a page may show, under literal names.
 TESTS = (*(ROOT / "tests" / "e2e").glob("*.py"), *(ROOT / "tests" / "admin_ui").glob("*.py"))
+# Each page of the console in the docs: with something of everything in it, for a bright and a dark room and for a phone;
+# and before there is anything.
+LOOKS = ("light", "dark", "narrow", "empty")
 MAX_BYTES = 150_000
-MAX_FILES = 25
-# Text on two or three colours of ground looks the same, in less than half of the bytes.
-_COLOURS = 256
+# The looks of 21 pages, and the steps of the story.
+MAX_FILES = len(LOOKS) * len(PAGES) + 10
+# Of a clone, for good: every renewal of a picture stays in its history.
+MAX_BYTES_IN_ALL = 5_000_000
+# Text on two or three colours of ground looks the same, in a third of the bytes.
+_COLOURS = 64
 _MIN_HEIGHT, _MAX_HEIGHT = 640, 2400
 # Streamlit scrolls its own parts, not the document: the window is made as high as what is in them.
 _HEIGHT = """() => {
@@ -50,9 +57,14 @@ def shown_in_docs() -> dict[str, list[str]]:
     return found
 
 
+def name_of(look: str, path: str) -> str:
+    """What one of the console's pages is called in one of `LOOKS`."""
+    return f"{path}-{look}"
+
+
 def taken_by_tests() -> set[str]:
-    """Names that tests take pictures under: all their literal texts."""
-    return {
+    """Names that tests take pictures under: of every page's looks, and all their literal texts."""
+    return {name_of(look, page.path) for look in LOOKS for page in PAGES} | {
         node.value
         for path in TESTS
         for node in ast.walk(ast.parse(path.read_text()))
