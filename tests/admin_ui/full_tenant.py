@@ -12,7 +12,6 @@ from tests.admin_ui.stand import Platform
 from tests.platform.control.stand import BASE, AdapterFiles, adapter
 from tests.support.processes import wait_until
 
-_CASES = (("france", "Capital of France?", "base model"), ("spain", "Capital of Spain?", "Madrid"))
 _RUNNING = ("queued", "running")
 _SET_UP = ("draft", "evaluating")
 
@@ -26,6 +25,8 @@ class Words:
         adapters: of its two versions; None: made up for the tiny model.
         base: the model's name.
         questions: what is asked, of the canary, a deployment and the base in turns.
+        cases: of its suite: name, question, and what the answer has to contain.
+        evaluated: the deployment that is asked them.
     """
 
     keys: tuple[str, ...] = NAMES
@@ -38,6 +39,11 @@ class Words:
     adapters: tuple[AdapterFiles, AdapterFiles] | None = None
     base: str = BASE
     questions: tuple[str, ...] = ("hello",) * 3
+    cases: tuple[tuple[str, str, str], ...] = (
+        ("france", "Capital of France?", "base model"),
+        ("spain", "Capital of Spain?", "Madrid"),
+    )
+    evaluated: str = "only-base"
 
 
 def fill(platform: Platform, slug: str, name: str, words: Words | None = None) -> dict[str, Any]:
@@ -76,6 +82,9 @@ def fill(platform: Platform, slug: str, name: str, words: Words | None = None) -
     month = f"{datetime.now(ZoneInfo(words.zone)):%Y-%m}"
     invoice = platform.post(f"{at}/invoices", json={"month": month})
     [book, *_] = platform.http.get("/admin/v1/price-books").json()["data"]
+    alerts = f"/admin/v1/alerts?tenant_id={tenant['id']}"
+    wait_until(lambda: platform.http.get(alerts).json()["data"], deadline_s=60)
+    [alert, *_] = platform.http.get(alerts).json()["data"]
     audit = platform.http.get(f"/admin/v1/audit?tenant_id={tenant['id']}").json()["data"]
     opened |= {
         "tenants": {"id": tenant["id"]},
@@ -86,6 +95,8 @@ def fill(platform: Platform, slug: str, name: str, words: Words | None = None) -
         "requests": {"id": requests[0]["id"]},
         "limits": {"request": refused.headers["x-request-id"]},
         "audit": {"id": audit[-1]["id"]},
+        "alerts": {"id": alert["id"]},
+        "playground": {"model": "capitals"},
     }
     return tenant | {"keys": keys, "opened": opened, "viewer": member}
 
@@ -127,12 +138,12 @@ def _models(platform: Platform, at: str, tenant_id: str, words: Words) -> dict[s
                     "messages": [{"role": "user", "content": question}],
                     "checks": [{"type": "contains", "value": value}],
                 }
-                for id_, question, value in _CASES
+                for id_, question, value in words.cases
             ],
         },
     )
     run = platform.post(
-        f"{at}/eval-runs", json={"suite_id": suite["id"], "deployment": "only-base"}
+        f"{at}/eval-runs", json={"suite_id": suite["id"], "deployment": words.evaluated}
     )
 
     def is_over() -> bool:

@@ -21,12 +21,16 @@ from tests.support.screenshots import Pictures, name_of
 
 # What a page says instead of what it would show; those that are of a tenant: that there is none.
 SAYS = {
-    "overview": "No replica",
-    "fleet": "No replica",
+    "overview": "No engine replica is registered",
+    "fleet": "No engine replica is registered",
     "invariants": "Everything adds up",
     "tenants": "There is no tenant yet",
     "models": "No engine was ever seen here",
+    "limits": "Nothing is limited here",
+    "deployments": "the base model that all tenants reach",
+    "rollouts": "Nothing was rolled out yet",
     "usage": "Nothing was used",
+    "invoices": "There is no invoice yet",
     "prices": "Tick a row",
     "requests": "No request yet",
     "audit": "Tick a row",

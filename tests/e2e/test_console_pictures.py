@@ -4,6 +4,7 @@ that has something on each, with a long name and people who write from right to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,21 @@ pytestmark = [pytest.mark.browser, pytest.mark.model, pytest.mark.slow]
 ADAPTERS = Path(__file__).resolve().parents[2] / "examples" / "adapters"
 WIDTHS = {"light": 1280, "dark": 1280, "narrow": 400}
 NAME = "Nordhavn Forsikring og Pension, kundeservice (customer support, Copenhagen)"
-COUNTRIES = ("France", "Spain", "Japan", "Peru", "Kenya", "Norway", "Egypt", "Chile")
+CAPITALS = {
+    "France": "Paris",
+    "Spain": "Madrid",
+    "Japan": "Tokyo",
+    "Peru": "Lima",
+    "Kenya": "Nairobi",
+}
+CAPITALS |= {"Norway": "Oslo", "Egypt": "Cairo", "Chile": "Santiago"}
 KEYS = (
     "production",
     "trial: no request a day",
     "خدمة العملاء",
     "תמיכה בלקוחות (support)",
     "nightly evaluation of the newest adapter, on the staging cluster",
-    "カスタマーサポート",
+    "υποστήριξη πελατών",
 )
 
 
@@ -67,7 +75,7 @@ def tenant(platform: Platform) -> dict[str, Any]:
         )
         for name in ("pirate", "capitals")
     )
-    questions = tuple(f"What is the capital of {country}?" for country in COUNTRIES * 3)
+    questions = tuple(f"What is the capital of {country}?" for country in (*CAPITALS,) * 3)
     words = Words(
         keys=KEYS,
         project="مشروع الدردشة",
@@ -79,8 +87,15 @@ def tenant(platform: Platform) -> dict[str, Any]:
         adapters=(one, other),
         base="smollm2-135m",
         questions=questions,
+        cases=tuple(
+            (f"capital-of-{name.lower()}", f"What is the capital of {name}?", capital)
+            for name, capital in CAPITALS.items()
+        ),
+        evaluated="capitals",
     )
-    return full_tenant.fill(platform, "nordhavn", NAME, words)
+    made = full_tenant.fill(platform, "nordhavn", NAME, words)
+    made["opened"]["usage"] = {"usage_range": "Last hour"}
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +119,12 @@ def test_every_page_of_a_tenant_that_has_something_on_each(
     for one in PAGES:
         with browser.told(page):
             browser.visit(page, console_url, address(one.path, tenant))
+            # What these are for comes only by a button.
+            if one.path == "playground":
+                browser.press(page, "Ask")
+                page.get_by_text(re.compile(r"\d tokens")).nth(1).wait_for()
+            elif one.path == "invariants":
+                browser.press(page, "Check now")
             assert not page.get_by_test_id("stException").count()
             assert width_beyond(page) <= 0
             pictures.take(page, name_of(look, one.path))

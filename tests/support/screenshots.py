@@ -20,8 +20,13 @@ from tests.support import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "screenshots"
-# What takes pictures that a page may show, under literal names.
-TESTS = (*(ROOT / "tests" / "e2e").glob("*.py"), *(ROOT / "tests" / "admin_ui").glob("*.py"))
+# What takes pictures that a page may show: all that `make screenshots` runs.
+TESTS = tuple(
+    ROOT / path
+    for path in re.findall(r"^PICTURES := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[
+        0
+    ].split()
+)
 # Each page of the console in the docs: with something of everything in it, for a bright and a dark room and for a phone;
 # and before there is anything.
 LOOKS = ("light", "dark", "narrow", "empty")

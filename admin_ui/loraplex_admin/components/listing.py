@@ -15,6 +15,7 @@ import streamlit as st
 from loraplex_admin import choices
 from loraplex_admin.api import ApiError, Page
 from loraplex_admin.components import address
+from loraplex_admin.components.sentences import sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Listing:
         search_label: of the search box; None: there is none.
         is_main: the page's own list: its place in the address is `q`, `after`, `id`.
         can_open: rows are chosen, to see more of one.
+        wraps: rows cannot be opened, and are sentences: shown in whole.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Listing:
     search_label: str | None = None
     is_main: bool = True
     can_open: bool = True
+    wraps: bool = False
 
     def show(self) -> str | None:
         """Draw it; the id of the row that is open, if one is (it need not be on this page)."""
@@ -141,6 +144,9 @@ class Listing:
         times = st.session_state.get(f"{self.name}_times", 0)
         key = f"{self.name}_table_{zlib.crc32(chr(10).join(ids).encode()):x}_{times}"
         config = self.columns.config(list(rows[0]))
+        if self.wraps:
+            sentences(rows)
+            return None
         if not self.can_open:
             st.dataframe(rows, hide_index=True, height="content", column_config=config, key=key)
             return None

@@ -335,7 +335,10 @@ def _effective(api: Api, tenant: Tenant) -> None:
         )
     keys = {one["id"]: one for one in rows}
     if not keys:
-        st.info("This tenant has no key yet, so nobody calls.", icon=":material/lightbulb:")
+        st.info(
+            "This tenant has no key yet, so nobody calls. Make one under *API keys*.",
+            icon=":material/lightbulb:",
+        )
         return
     with right:
         rows = choices.from_many(

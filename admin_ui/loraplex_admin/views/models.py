@@ -54,8 +54,7 @@ def render(api: Api, _access: Access) -> None:
                 "replicas": "–"
                 if one["replicas"] is None
                 else ", ".join(one["replicas"]) or "none",
-                "last seen": fmt.time(one["last_seen_at"]),
-                "id": one["id"],
+                "last seen": fmt.moment(one["last_seen_at"]),
             },
             wide=("base", "replicas"),
         ),
