@@ -119,7 +119,8 @@ def _whole(page: Page) -> bytes:
 
 def _small(png: bytes) -> bytes:
     with Image.open(io.BytesIO(png)) as image:
-        few = image.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+        # By k-means: else what is rare and bright (the logo, a badge) turns grey.
+        few = image.convert("RGB").quantize(_COLOURS, kmeans=1, dither=Image.Dither.NONE)
     out = io.BytesIO()
     few.save(out, "PNG", optimize=True)
     assert len(out.getvalue()) <= MAX_BYTES, f"{len(out.getvalue())} bytes: show less of the page"

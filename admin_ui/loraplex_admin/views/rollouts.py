@@ -75,7 +75,6 @@ def render(api: Api, access: Access) -> None:
                 "ended": fmt.moment(one["ended_at"], zone),
             },
             numbers=("canary's share",),
-            wide=("began", "ended"),
         ),
         search_label="Search rollouts",
         empty="No rollout is so. Choose *any* state."
