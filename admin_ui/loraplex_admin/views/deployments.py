@@ -234,7 +234,7 @@ def _revisions(api: Api, tenant: Tenant | None, deployment: Row) -> None:
                 else "–",
                 "made": fmt.moment(one["created_at"], zone),
             },
-            wide=("adapter", "parameters"),
+            wide=("adapter",),
         ),
         empty="It has no revision yet.",
         is_main=False,

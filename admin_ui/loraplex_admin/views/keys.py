@@ -65,7 +65,7 @@ def render(api: Api, access: Access) -> None:
                 if one["grants"] is None
                 else f"{len(one['grants'])} granted",
             },
-            wide=("name", "last used"),
+            wide=("name",),
             help={"last used": "To about a minute."},
         ),
         search_label="Search keys",

@@ -67,7 +67,6 @@ def render(api: Api, access: Access) -> None:
         columns=Columns(
             lambda one: _cells(one, zone),
             numbers=("limit", "used", "held", "left"),
-            widest=("begins anew",),
             help={
                 "held": "Reserved by requests in progress, at their worst case.",
                 "begins anew": f"In the tenant's time zone ({zone}).",

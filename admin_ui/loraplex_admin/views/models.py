@@ -28,7 +28,6 @@ def render(api: Api, _access: Access) -> None:
                 "chat template": fmt.digest(one["chat_template_sha256"]),
                 "id": one["id"],
             },
-            wide=("name",),
         ),
         empty="No base model is registered: the control API registers its own when it starts.",
         can_open=False,
