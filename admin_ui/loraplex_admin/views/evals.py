@@ -233,7 +233,7 @@ def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) 
                 "revision": one["revision_id"],
             },
             numbers=("score",),
-            wide=("suite", "cases"),
+            wide=("suite",),
         ),
         search_label="Search runs",
         empty="No run is so. Choose *any* state."

@@ -180,11 +180,8 @@ def _lines(invoice: Row) -> None:
         hide_index=True,
         height="content",
         column_config={
-            "what": st.column_config.TextColumn(width="large"),
-            **{
-                name: st.column_config.TextColumn(alignment="right")
-                for name in ("quantity", "price", "amount")
-            },
+            name: st.column_config.TextColumn(alignment="right")
+            for name in ("quantity", "price", "amount")
         },
         key=f"lines_{invoice['id']}",
     )

@@ -46,7 +46,6 @@ def render(api: Api, access: Access) -> None:
         columns=Columns(
             lambda one: _cells(one, slugs, zone),
             numbers=("status", "prompt", "completion", "first ms", "total ms"),
-            wide=("model",),
             help={
                 "prompt": "Tokens.",
                 "completion": "Tokens.",

@@ -56,7 +56,7 @@ def render(api: Api, access: Access) -> None:
                 "what for": fmt.cell(one["description"]),
                 "failing since": fmt.moment(one["failing_since"], zone),
             },
-            wide=("address", "what for"),
+            widest=("address",),
             help={"status": "failed: switched off after three days without one success."},
         ),
         empty="Nobody is told of anything yet. "
