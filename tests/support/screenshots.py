@@ -37,6 +37,7 @@ MAX_FILES = len(LOOKS) * len(PAGES) + 10
 MAX_BYTES_IN_ALL = 5_000_000
 # Text on two or three colours of ground looks the same, in a third of the bytes.
 _COLOURS = 64
+_TRIES = 5
 _MIN_HEIGHT, _MAX_HEIGHT = 640, 2400
 # Streamlit scrolls its own parts, not the document: the window is made as high as what is in them.
 _HEIGHT = """() => {
@@ -110,9 +111,14 @@ def _whole(page: Page) -> bytes:
     assert before is not None
     height = max(_MIN_HEIGHT, min(_MAX_HEIGHT, int(page.evaluate(_HEIGHT))))
     page.set_viewport_size({"width": before["width"], "height": height})
-    browser.settle(page)
     try:
-        return page.screenshot(animations="disabled")
+        for _ in range(_TRIES):
+            browser.settle(page)
+            png = page.screenshot(animations="disabled")
+            # Live figures are drawn anew every few seconds, and are pale meanwhile.
+            if not page.locator('[data-stale="true"]').count():
+                break
+        return png
     finally:
         page.set_viewport_size(before)
 
