@@ -18,6 +18,8 @@ from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.resources import Row
 
 _SECTIONS = {"usage": "usage", "earlier": "from before", "adjustment": "credit or debit"}
+# Of a line: leaves room for its amount, the last column.
+_DESCRIPTION_PX = 270
 _TOKENS_PER_PRICE = 1_000_000
 _TOKEN_CLASSES = ("input", "cached_input", "output")
 _PER = {
@@ -180,8 +182,11 @@ def _lines(invoice: Row) -> None:
         hide_index=True,
         height="content",
         column_config={
-            name: st.column_config.TextColumn(alignment="right")
-            for name in ("quantity", "price", "amount")
+            "what": st.column_config.TextColumn(width=_DESCRIPTION_PX),
+            **{
+                name: st.column_config.TextColumn(alignment="right")
+                for name in ("quantity", "price", "amount")
+            },
         },
         key=f"lines_{invoice['id']}",
     )
