@@ -283,8 +283,7 @@ class Copying:
             shadow_of=job.request_id,
             timeout_s=min(job.timeout_s, timeout_s + _CLOSE_S),
         )
-        replica = await self._free_replica(model, shadow.num_tokens, wanted.due_s)
-        await self._check_step(job)
+        replica = await self._free_replica(job, model, shadow.num_tokens, wanted.due_s)
         pump = self._gateway.make_pump(
             replace(shadow, arrived_s=time.monotonic()),
             replica,
@@ -319,8 +318,7 @@ class Copying:
             priority=PRIORITY,
         )
         num_tokens = len(prepared.prompt_ids) + question.sampling.max_tokens
-        replica = await self._free_replica(model, num_tokens, wanted.due_s)
-        await self._check_step(job)
+        replica = await self._free_replica(job, model, num_tokens, wanted.due_s)
         self._counters.copies_taken.labels("score").inc()
         gateway = self._gateway
         answer = await absorbed.ask(gateway.sessions, replica, question, owner=gateway.gateway_id)
@@ -376,21 +374,29 @@ class Copying:
 
     # ------------------------------------------------------------------ whether it may
 
-    async def _free_replica(self, model: ServedModel, num_tokens: int, due_s: float) -> Replica:
-        """One that has nobody else's request waiting; looks again and again until it is too late."""
+    async def _free_replica(
+        self, job: Job, model: ServedModel, num_tokens: int, due_s: float
+    ) -> Replica:
+        """One that has nobody else's request waiting; looks again and again until it is too late, or the
+        step over."""
         if time.monotonic() > due_s:
             raise _DroppedError("late")
         while True:
+            free: Replica | None = None
             try:
                 # Never the canary's build for the stable revision: a likelihood is of what it names.
                 replica = self._gateway.router.choose(
                     model.base_model, num_tokens, builds=model.stable_builds
                 )
                 if not _is_busy(await replica.client.stats(_STATS_TIMEOUT_S)):
-                    return replica
+                    free = replica
                 reason = "busy"
             except (EngineUnavailableError, EngineLostError):
                 reason = "no_engine"
+            # Whether one is free or not: what nobody wants any more is not waited with.
+            await self._check_step(job)
+            if free is not None:
+                return free
             if time.monotonic() + _LOOK_INTERVAL_S > due_s:
                 raise _DroppedError(reason)
             await asyncio.sleep(_LOOK_INTERVAL_S)
