@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import torch
 
-from loraplex_engine.artifact import ModelShape
+from loraplex_engine.artifact import ModelShape, without_login
 from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.compute import Compute, open_compute
 from loraplex_engine.config import EngineConfig
@@ -197,7 +197,9 @@ def assemble_engine(
             for digest in config.pinned_adapters:
                 lora.pool.pin(digest)
         except PinRefusedError as error:
-            raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+            raise ConfigError(
+                f"--store-url {without_login(config.store_url or '')}: {error}"
+            ) from error
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
     digests = hash_model(config.model_dir)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Annotated, cast
 
 import typer
+from loraplex_engine.urls import redis_fault
 
 from loraplex_platform.cli import (
     adapter_commands,
@@ -35,8 +36,15 @@ from loraplex_platform.cli import (
     webhook_commands,
 )
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, ToolFormat, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    ToolFormat,
+    open_admin,
+    sound_url,
+)
 from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.urls import postgres_fault
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"
@@ -116,6 +124,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LORAPLEX_DATABASE_URL",
+            callback=sound_url(postgres_fault),
             show_default="an embedded Postgres",
             help="Postgres, through a login that may make tables and roles.",
         ),
@@ -124,6 +133,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LORAPLEX_SERVE_DATABASE_URL",
+            callback=sound_url(postgres_fault),
             show_default="one made at the start",
             help="The same Postgres through the login of the serving processes, a member of the "
             "role loraplex_app and of no other.",
@@ -131,7 +141,12 @@ def up(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(envvar="LORAPLEX_REDIS_URL", show_default="an embedded Redis", help="Redis."),
+        typer.Option(
+            envvar="LORAPLEX_REDIS_URL",
+            callback=sound_url(redis_fault),
+            show_default="an embedded Redis",
+            help="Redis.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the engine: auto, bfloat16 or float32.")
