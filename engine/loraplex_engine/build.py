@@ -159,6 +159,7 @@ class AssembledEngine:
             adapter_load_failures_total=pool.load_failures_total,
             adapter_evictions_total=pool.evictions_total,
             adapter_load_seconds_total=pool.load_seconds_total,
+            adapter_load_times=pool.load_times,
         )
 
     def close(self) -> None:
