@@ -32,12 +32,14 @@ import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError
 from loraplex_engine.protocol import GIVEN_UP, EngineStats
 
+from loraplex_platform.billing.prices import NoPriceError
 from loraplex_platform.errors import EngineUnavailableError, InvalidRequestError, PlatformError
 from loraplex_platform.fleet import absorbed
 from loraplex_platform.gateway import queries, scoring
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.job import Copies, Failed, Job, Prepared
 from loraplex_platform.gateway.metrics import GatewayMetrics
+from loraplex_platform.gateway.revision_params import InvalidRevisionError
 from loraplex_platform.gateway.scoring import UnscoredError
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service as metering
@@ -254,13 +256,12 @@ class Copying:
         rollout = copies.stable.rollout
         if rollout is None or job.side is None:
             raise RuntimeError("a shadow without a rollout")
-        if rollout.canary.fault is not None:
-            raise _DroppedError("revision_invalid")
         model = copies.stable.answered_by(rollout.canary)
         self._check_slots(job, model)
         try:
+            rollout.canary.check_usable()
             prepared = await self._prepared(wanted, model)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, InvalidRevisionError) as error:
             await self._note_refusal(job, model, error)
             raise
         # Well under a user's timeout: whatever hangs, hangs in few places and not for long.
@@ -302,6 +303,8 @@ class Copying:
             self._shadows.discard(pump)
         last = (await pump.next_events())[-1]
         if isinstance(last, Failed):
+            if isinstance(last.error, NoPriceError):  # nothing was reserved: no row says so
+                await self._note_refusal(job, model, last.error)
             self._fail("shadow", last.error.error_code or "error")
 
     async def _score(self, wanted: _Wanted) -> None:
@@ -366,7 +369,11 @@ class Copying:
                 arm="shadow",
                 subject_key=side.subject_key or 0,
                 http_status=error.status,
-                error_code=REFUSED_BY_REVISION,
+                error_code=(
+                    REFUSED_BY_REVISION
+                    if isinstance(error, InvalidRequestError)
+                    else error.error_code or "error"
+                ),
                 kind="shadow",
                 shadow_of=job.request_id,
             ),
