@@ -25,6 +25,7 @@ from loraplex_platform.cli import (
     member_commands,
     outbox_commands,
     plan_commands,
+    playground_command,
     process_commands,
     reconcile_commands,
     report_commands,
@@ -78,6 +79,7 @@ app.command()(limit_commands.explain)
 app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
+app.command()(playground_command.playground)
 app.command()(report_commands.usage)
 app.command()(report_commands.requests)
 app.command(rich_help_panel=_OPERATION)(report_commands.overview)
