@@ -9,7 +9,13 @@ import typer
 
 from loraplex_platform.cli.adapter_commands import find_version
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    WhyOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, day_of, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -411,7 +417,7 @@ def remove_alias(
 def set_pin(
     name: NameArgument,
     tenant: TenantOption,
-    reason: Annotated[str, typer.Option(help="Why: for whoever finds it later.")],
+    reason: WhyOption,
     revision: Annotated[
         str | None, typer.Option(show_default="the current one", help="rev_..., or its number.")
     ] = None,

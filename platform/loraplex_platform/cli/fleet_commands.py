@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from loraplex_platform.cli.adapter_commands import VersionArgument, find_version
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    WhyOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -117,7 +123,7 @@ def _load_rows(replica: Json) -> list[tuple[object, ...]]:
 def add_residency(
     version: VersionArgument,
     tenant: TenantOption,
-    reason: Annotated[str, typer.Option(help="Why: for whoever finds it later.")],
+    reason: WhyOption,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

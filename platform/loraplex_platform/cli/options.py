@@ -45,6 +45,15 @@ ControlUrlOption = Annotated[
     ),
 ]
 TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="Slug or id of the tenant.")]
+AnyTenantOption = Annotated[
+    str | None, typer.Option("--tenant", "-t", help="Slug or id.", show_default="all")
+]
+OnlyTenantOption = Annotated[
+    str | None, typer.Option("--tenant", "-t", help="Only of this tenant (slug or id).")
+]
+LimitOption = Annotated[int, typer.Option(min=1, help="How many, newest first.")]
+DescriptionOption = Annotated[str | None, typer.Option(show_default="as it is", help="For people.")]
+WhyOption = Annotated[str, typer.Option(help="Why: for whoever finds it later.")]
 
 
 def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:
