@@ -42,8 +42,7 @@ async def unservable(stand: Stand, db_url: str, cause: str) -> dict[str, Any]:
         book_id = uuid7()
         as_owner(
             db_url,
-            "insert into price_books (id, name, status, effective_from, effective_to, published_at)"
-            " values (%s, 'without prices', 'retired', '2020-01-01', '2020-01-02', '2020-01-01')",
+            "insert into price_books (id, name, status) values (%s, 'without prices', 'draft')",
             book_id,
         )
         return {"price_book_id": book_id}
