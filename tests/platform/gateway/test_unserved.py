@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from loraplex_platform.db import Request, Rollout
 from loraplex_platform.db.session import DatabaseUnavailableError
@@ -25,7 +26,6 @@ from tests.platform.gateway.stand import BASE, Stand
 from tests.platform.gateway.test_rollouts import Deployed
 from tests.platform.rollouts.stand import ERRORS_ONLY, Servable, canary
 from tests.support import rollouts
-from tests.support.billing import as_owner
 from tests.support.limits import set_limit, use_of
 from tests.support.metering import run_sql
 
@@ -40,11 +40,14 @@ async def unservable(stand: Stand, db_url: str, cause: str) -> dict[str, Any]:
         return {"engine_build_id": await rollouts.add_build(stand.db, BASE, BUILD)}
     if cause == "no price":
         book_id = uuid7()
-        as_owner(
-            db_url,
-            "insert into price_books (id, name, status) values (%s, 'without prices', 'draft')",
-            book_id,
-        )
+        with psycopg.connect(db_url) as owner:
+            # As one that was in force long ago: a trigger lets none begin but as a draft.
+            owner.execute("set session_replication_role = replica")
+            owner.execute(
+                "insert into price_books (id, name, status, effective_from, effective_to, published_at) values"
+                " (%s, 'without prices', 'published', '2010-01-01', '2010-01-02', '2010-01-01')",
+                [book_id],
+            )
         return {"price_book_id": book_id}
     return {"params": {"temperature": "hot"}}
 
