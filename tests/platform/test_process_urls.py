@@ -184,6 +184,7 @@ def refused() -> Iterator[dict[str, str]]:
         }
 
 
+@pytest.mark.slow
 def test_no_process_logs_the_password_of_servers_that_are_not_there(
     refused: dict[str, str],
     short_tmp_path: Path,

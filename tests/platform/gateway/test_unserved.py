@@ -71,7 +71,7 @@ async def rows_of(stand: Stand, rollout_id: UUID) -> Sequence[Request]:
     [
         ("build gone", 503, "engine_unavailable"),
         ("no price", 503, "no_price"),
-        ("params unreadable", 500, "revision_invalid"),
+        pytest.param("params unreadable", 500, "revision_invalid", marks=pytest.mark.slow),
     ],
 )
 async def test_a_canary_that_can_serve_nobody_is_aborted(
