@@ -99,17 +99,22 @@ def playground(
 def _asked(
     admin: AdminClient, tenant_id: str, wanted: list[str], *, with_base: bool
 ) -> list[Answer]:
+    from loraplex_platform.admin_client import AdminApiError
+
     found: list[Answer] = []
     bases: list[str] = []
     for text in wanted:
         name, mark, revision = text.partition("@")
         if not name or (mark and not revision):
             raise CommandError(f"{text}: write MODEL or MODEL@REVISION")
-        where = where_answered(admin, tenant_id, name)
-        revision_id = revision_named(admin, where, revision) if mark else None
+        try:
+            where = where_answered(admin, tenant_id, name)
+            revision_id = revision_named(admin, where, revision) if mark else None
+            if with_base and not bases:
+                bases.append(str(admin.read(where)[0]["base_model"]))
+        except AdminApiError as error:
+            raise CommandError(f"{text}: {error}") from error
         found.append(Answer(text, name, revision_id))
-        if with_base and not bases:
-            bases.append(str(admin.read(where)[0]["base_model"]))
     if with_base:
         # What they are made of, else the newest.
         bases += [str(one["name"]) for one in admin.pages("/base-models")] if not bases else []
