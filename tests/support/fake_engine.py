@@ -36,6 +36,7 @@ from loraplex_engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
+    AdapterLoadTimes,
     EngineMessage,
     EngineStats,
     FinishReason,
@@ -64,6 +65,9 @@ from loraplex_engine.protocol import (
     decode_from_gateway,
     encode,
 )
+
+# What it says of its loads, for whoever shows that.
+LOAD_TIMES = AdapterLoadTimes(loads_total=3, last_s=0.04, p50_s=0.05, p95_s=1.25)
 
 
 @dataclass(frozen=True)
@@ -538,6 +542,8 @@ class FakeEngine:
             adapters_pinned_at_start=sorted(self.pinned_at_start),
             adapters_pin_failed=self.pin_failures,
             adapter_leases=0,
+            adapter_loads_total=LOAD_TIMES.loads_total,
+            adapter_load_times={"store": LOAD_TIMES},
             max_adapters_in_step=0,
             mixed_steps_total=0,
             rss_bytes=1 << 20,

@@ -9,8 +9,10 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import (
+    AnyTenantOption,
     ControlUrlOption,
     DataDirOption,
+    DescriptionOption,
     TenantOption,
     open_admin,
 )
@@ -408,9 +410,7 @@ def list_credits(
 
 @invoices.command("list")
 def list_invoices(
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", "-t", help="Slug or id.", show_default="all")
-    ] = None,
+    tenant: AnyTenantOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -599,7 +599,7 @@ def recipient(
     address: Annotated[
         str | None, typer.Option(show_default="as it is", help="Lines, separated by '|'.")
     ] = None,
-    email: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    email: DescriptionOption = None,
     tax_id: Annotated[str | None, typer.Option(show_default="as it is", help="Theirs.")] = None,
     tax_label: Annotated[
         str | None, typer.Option(show_default="as it is", help="Such as VAT.")

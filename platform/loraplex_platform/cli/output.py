@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the API's JSON, for programs.")]
+OneJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 (any JSON)

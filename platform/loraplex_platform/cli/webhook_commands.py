@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    DescriptionOption,
+    LimitOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, print_json
 
 if TYPE_CHECKING:
@@ -95,7 +101,7 @@ def list_webhooks(
 def deliveries(
     webhook: WebhookArgument,
     tenant: OwnerOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: LimitOption = 20,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -188,9 +194,7 @@ def update(
             "--topic", show_default="as they are", help="Told of these alone; may be repeated."
         ),
     ] = None,
-    description: Annotated[
-        str | None, typer.Option(show_default="as it is", help="For people.")
-    ] = None,
+    description: DescriptionOption = None,
     tenant: OwnerOption = None,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from loraplex_platform.billing.prices import NoPriceError
 from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import (
     ConflictError,
@@ -88,6 +89,7 @@ from loraplex_platform.gateway.revision_choice import (
     may_call,
     unknown_model,
 )
+from loraplex_platform.gateway.revision_params import InvalidRevisionError
 from loraplex_platform.gateway.routing import Replica
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
@@ -363,8 +365,9 @@ async def _prepare(
     on_unserved: OnUnserved,
 ) -> Prepared:
     try:
+        model.revision.check_usable()
         return await prepare(model)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, InvalidRevisionError) as error:
         on_unserved(error)
         raise
 
@@ -543,6 +546,9 @@ async def run(
     try:
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
+            # The book is its revision's word, and nothing was reserved: no row would say so.
+            if isinstance(first.error, NoPriceError) and on_unserved is not None:
+                on_unserved(first.error)
             raise first.error
         fingerprint = pump.replica.fingerprint
         if isinstance(first, Started):
