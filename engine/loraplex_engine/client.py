@@ -483,10 +483,13 @@ class EngineClient:
             self._socket = socket
             self._heard_at = time.monotonic()
             self._say_hello()
+            frames: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
             reason = await _first_of(
-                self._receive(socket), self._watch_silence(socket), self._watch_disconnect(monitor)
+                self._receive(socket, frames),
+                self._watch_silence(frames),
+                self._watch_disconnect(monitor),
             )
-            await self._receive_rest(socket)
+            await self._receive_rest(socket, frames)
             return reason
         except asyncio.CancelledError:
             linger_ms = _FAREWELL_MS
@@ -524,7 +527,7 @@ class EngineClient:
             pass
         return "the replica closed the connection"
 
-    async def _watch_silence(self, socket: zmq.asyncio.Socket) -> str:
+    async def _watch_silence(self, frames: zmq.Socket[bytes]) -> str:
         while True:
             asleep_s = time.monotonic()
             await asyncio.sleep(self._heartbeat_s)
@@ -532,7 +535,7 @@ class EngineClient:
             # our own silence, not the replica's. What it said meanwhile may still be unread.
             overslept_s = time.monotonic() - asleep_s - self._heartbeat_s
             self._heard_at = min(self._heard_at + overslept_s, time.monotonic())
-            reason = await self._take_frames(socket)
+            reason = self._take_frames(frames)
             if reason is not None:
                 return reason
             if time.monotonic() - self._heard_at > self._silence_timeout_s:
@@ -542,27 +545,31 @@ class EngineClient:
     def _say_hello(self) -> None:
         self._send(Hello(protocol_version=PROTOCOL_VERSION, gateway_id=self.gateway_id))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> str:
+    async def _receive(self, socket: zmq.asyncio.Socket, frames: zmq.Socket[bytes]) -> str:
         while True:
             await socket.poll()
-            reason = await self._take_frames(socket)
+            reason = self._take_frames(frames)
             if reason is not None:
                 return reason
 
-    async def _receive_rest(self, socket: zmq.asyncio.Socket) -> None:
+    async def _receive_rest(self, socket: zmq.asyncio.Socket, frames: zmq.Socket[bytes]) -> None:
         """What came before the end: the last events of a replica that drained, say."""
         while await socket.poll(_REST_MS):
-            if await self._take_frames(socket) is not None:
+            if self._take_frames(frames) is not None:
                 return
 
-    async def _take_frames(self, socket: zmq.asyncio.Socket) -> str | None:
+    def _take_frames(self, frames: zmq.Socket[bytes]) -> str | None:
         """Deliver what is there; a reason ends the connection.
 
         Never suspends: a frame that was taken from the socket must not be lost to a cancellation.
+
+        Args:
+            frames: the socket without asyncio, whose `recv` would hand each "nothing there" over in a future,
+                in a cycle with its traceback: work for the garbage collector, whose pauses streams feel.
         """
         while True:
             try:
-                frame = await socket.recv(zmq.NOBLOCK)  # done already, one way or the other
+                frame = frames.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             self._heard_at = time.monotonic()
