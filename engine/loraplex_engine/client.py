@@ -475,7 +475,8 @@ class EngineClient:
         """Connect, then receive until the connection is lost; returns why."""
         assert self._context is not None
         # Without asyncio: a wait of its for every frame costs more than all that is done with the frame.
-        socket = zmq.Context.shadow(self._context.underlying).socket(zmq.DEALER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        socket = context.socket(zmq.DEALER)
         try:
             monitor = self._set_up(socket)
         except BaseException:
