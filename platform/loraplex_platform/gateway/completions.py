@@ -446,13 +446,16 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
         )
 
     async def reload() -> Claim:
-        # All that was decided by what we remembered of the caller is decided again.
+        # All that was decided by what we remembered of the caller is decided again. The gate is looked up, not
+        # held on to: it holds this function, and the two would be left to the garbage collector.
+        gate = request.scope.get(RATES)  # not there any more: the client has left
         who = await find_caller(request, is_fresh=True)
         require_scope(who, "inference")
         await _find_model(gateway, who, job.model.public_name)
         if not may_call(who, job.model):  # a rollout's other side may be of another adapter
             raise unknown_model(job.model.public_name)
-        request.scope[RATES] = gate
+        if gate is not None:
+            request.scope[RATES] = gate
         return await claim_of(who, is_fresh=True)
 
     claim = await claim_of(caller, is_fresh=False)
