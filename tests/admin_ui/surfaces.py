@@ -12,6 +12,7 @@ from typing import Any, Final
 from unittest import mock
 
 import streamlit as st
+import streamlit.components.v1 as frame
 from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.api import ApiError
@@ -57,11 +58,11 @@ def _fold_of_code(text: str, number: int) -> None:
 
 
 def _chooser(text: str, number: int) -> None:
-    st.selectbox("One", [text], key=f"chooser_{number}")
+    Field("one", "One", "choice", options=[text]).draw(f"chooser_{number}", text)
 
 
 def _choosers(text: str, number: int) -> None:
-    st.multiselect("Some", [text], default=[text], key=f"choosers_{number}")
+    Field("some", "Some", "choices", options=[text]).draw(f"choosers_{number}", [text])
 
 
 def _confirm(text: str, number: int) -> None:
@@ -179,22 +180,32 @@ def _naive_code(text: str) -> str:
     return f"`{text}`"
 
 
-# What is broken in each, and where that must show.
-MUTANTS: Final[dict[str, tuple[Any, str, Any]]] = {
-    "literal": (fmt, "literal", lambda text: text),
-    "code": (fmt, "code", _naive_code),
-    "cell": (fmt, "cell", lambda text: text),
-    "length": (fmt, "_shorten", lambda text: text),
-    "direction": (fmt, "_isolated", lambda text: text),
-    "joiner": (fmt, "_JOINER", ""),
-    "punctuation": (fmt, "_PUNCTUATION", frozenset("*_")),
-    "text": (st, "text", st.markdown),
-    "code block": (st, "code", lambda text, **_: st.markdown(text)),
-    "html": (
-        st,
-        "error",
-        lambda text, **_: st.html(f"<p>{text}</p>", unsafe_allow_javascript=True),
-    ),
+# What is broken in each, and on which surface that must show.
+MUTANTS: Final[dict[str, tuple[str, Any, str, Any]]] = {
+    "literal": ("title", fmt, "literal", lambda text: text),
+    "literal in a refusal": ("refusal", fmt, "literal", lambda text: text),
+    "literal in a fold": ("fold", fmt, "literal", lambda text: text),
+    "literal in a badge": ("badge", fmt, "literal", lambda text: text),
+    "literal in the sidebar": ("sidebar", fmt, "literal", lambda text: text),
+    "punctuation": ("title", fmt, "_PUNCTUATION", frozenset("*_")),
+    "joiner": ("title", fmt, "_JOINER", ""),
+    "joiner in code": ("caption of code", fmt, "_JOINER", ""),
+    "code": ("caption of code", fmt, "code", lambda text: f"`{text}`"),
+    "code in a notice": ("notice", fmt, "code", lambda text: f"`{text}`"),
+    "code in a secret": ("secret", fmt, "code", lambda text: f"`{text}`"),
+    "length": ("caption of code", fmt, "_shorten", lambda text: text),
+    "direction": ("title", fmt, "_isolated", lambda text: text),
+    "cell": ("table", fmt, "cell", lambda text: text),
+    "cell in a list": ("list", fmt, "cell", lambda text: text),
+    "cell in a difference": ("difference", fmt, "cell", lambda text: text),
+    "cell in a chooser": ("choosers", fmt, "cell", lambda text: text),
+    "cell in bars": ("bars", fmt, "cell", lambda text: text),
+    "cell in lines": ("lines", fmt, "cell", lambda text: text),
+    "cell in a split": ("split", fmt, "cell", lambda text: text),
+    "text": ("text", st, "text", st.markdown),
+    "code block": ("confirmation", st, "code", lambda text, **_: st.markdown(text)),
+    "html": ("error", st, "error", lambda text, **_: st.html(text)),
+    "script": ("error", st, "error", lambda text, **_: frame.html(text, height=20)),
 }
 
 
@@ -204,24 +215,36 @@ def broken(name: str | None) -> Iterator[None]:
     if not name:
         yield
         return
-    where, what, instead = MUTANTS[name]
+    _, where, what, instead = MUTANTS[name]
     with mock.patch.object(where, what, instead):
         yield
 
 
-# Of a label beside a chart the beginning is shown.
 CHARTS: Final = ("lines", "bars", "split")
+# So much of a label beside a chart, and of any text, is surely shown.
+_LABEL_CHARS: Final = 8
+_SHOWN_CHARS: Final = 50
+
+
+def texts_of(surface: str) -> list[str]:
+    """What must be read there."""
+    num_chars = _LABEL_CHARS if surface in CHARTS else _SHOWN_CHARS
+    return [_given(surface, text)[:num_chars] for text in CORPUS]
+
+
+def _given(surface: str, text: str) -> str:
+    # A badge writes `rolled_back` as two words.
+    return (text.replace("_", " ") if surface == "badge" else text).strip()
 
 
 def values_of(surface: str, *, is_hostile: bool) -> list[str]:
     """What stands there: the texts, or as many harmless words; told apart where one would not be there twice."""
     if surface == "difference":  # which shows as many rows as a table has room for
         return [one.value if is_hostile else WORD for one in groups()]
-    texts = CORPUS if surface != "badge" else [one.replace("_", " ") for one in CORPUS]
     if is_hostile:
-        return [text.strip() for text in texts]
+        return [_given(surface, text) for text in CORPUS]
     number = " {}" if surface in CHARTS else ""
-    return [WORD + number.format(at) for at in range(len(texts))]
+    return [WORD + number.format(at) for at in range(len(CORPUS))]
 
 
 def main() -> None:
