@@ -204,8 +204,8 @@ MUTANTS: Final[dict[str, tuple[str, Any, str, Any]]] = {
     "cell in a split": ("split", fmt, "cell", lambda text: text),
     "text": ("text", st, "text", st.markdown),
     "code block": ("confirmation", st, "code", lambda text, **_: st.markdown(text)),
-    "html": ("error", st, "error", lambda text, **_: st.html(text)),
-    "script": ("error", st, "error", lambda text, **_: frame.html(text, height=20)),
+    "html": ("text", st, "text", lambda text: st.html(text)),
+    "script": ("text", st, "text", lambda text: frame.html(text, height=20)),
 }
 
 
