@@ -204,7 +204,7 @@ MUTANTS: Final[dict[str, tuple[str, Any, str, Any]]] = {
     "cell in a split": ("split", fmt, "cell", lambda text: text),
     "text": ("text", st, "text", st.markdown),
     "code block": ("confirmation", st, "code", lambda text, **_: st.markdown(text)),
-    "html": ("text", st, "text", lambda text: st.html(text)),
+    "html": ("text", st, "text", st.html),
     "script": ("text", st, "text", lambda text: frame.html(text, height=20)),
 }
 
