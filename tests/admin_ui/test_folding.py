@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from loraplex_admin.api import SESSION_COOKIE
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from tests.admin_ui.hostility import watched
 from tests.admin_ui.stand import Stand, cookie_of
@@ -56,7 +56,7 @@ def test_a_form_that_is_done_is_folded_and_says_so(
         send(page)
 
         page.get_by_text(told).first.wait_for()
-        assert fold.first.get_attribute("open") is None
+        expect(fold.first).to_have_js_property("open", False, timeout=browser.DEADLINE_S * 1000)
         assert found.trouble == []
 
 
@@ -74,6 +74,7 @@ def test_a_confirmation_that_was_given_is_not_given_again(
 
         page.get_by_text("has to log in anew").wait_for()
         fold = page.get_by_test_id("stExpander").filter(has_text=title).first
-        assert fold.locator("details").first.get_attribute("open") is None
+        details = fold.locator("details").first
+        expect(details).to_have_js_property("open", False, timeout=browser.DEADLINE_S * 1000)
         browser.unfold(page, title)
         assert fold.get_by_label("Type the name above to confirm").input_value() == ""
