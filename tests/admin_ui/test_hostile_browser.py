@@ -49,10 +49,7 @@ def test_each_text_is_words_wherever_a_page_shows_it(
     for group in GROUPS:
         between.texts = (group.value,)
         look = operator.look(console_url, address(path, full))
-        found = [f"{group.texts[0][:30]!r}: {one}" for one in judge(look, harmless, group)]
-        wrong += found
-        for one in found:
-            print("WRONG", path, one, flush=True)
+        wrong += [f"{group.texts[0][:30]!r}: {one}" for one in judge(look, harmless, group)]
     assert operator.trouble == []
     assert not wrong, "\n".join(wrong)
     where = {name: harmless.num(WORD, name) for name in ("words", "cells", "codes", "drawn")}

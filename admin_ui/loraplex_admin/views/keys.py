@@ -180,7 +180,10 @@ def _key(api: Api, tenant: Tenant, key: Row, grants: Field, *, can_write: bool) 
         st.caption(f"{fmt.code(key['redacted'])} · {fmt.code(key['id'])}")
         st.dataframe(
             [
-                {"what": "may use", "it is": ", ".join(_SCOPES.get(s, s) for s in key["scopes"])},
+                {
+                    "what": "may use",
+                    "it is": fmt.cell(", ".join(_SCOPES.get(s, s) for s in key["scopes"])),
+                },
                 {"what": "from", "it is": fmt.cell(", ".join(key["ip_allow"])) or "anywhere"},
                 {"what": "may call", "it is": _say_grants(key, grants)},
                 {
