@@ -190,8 +190,14 @@ def empty(*names: str) -> None:
         st.session_state[f"{name}_times"] = st.session_state.get(f"{name}_times", 0) + 1
 
 
+def empty_when_done(*names: str) -> None:
+    """Empty these once `rerun_with_notice` says that it is done: what was refused can be tried again as it stands."""
+    st.session_state["empty_when_done"] = names
+
+
 def rerun_with_notice(text: str) -> None:
     """Run the page again, with what has been done said above it, in Markdown."""
+    empty(*st.session_state.pop("empty_when_done", ()))
     st.session_state["notice"] = text
     st.rerun()
 

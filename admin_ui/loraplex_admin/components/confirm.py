@@ -31,8 +31,7 @@ def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -
         if not is_named:
             st.error(NOT_THE_NAME, icon=":material/error:")
             return False
-    # Folded, and without the name: a second press must not do it again.
-    choices.empty(box, typed)
+    choices.empty_when_done(box, typed)
     return True
 
 
