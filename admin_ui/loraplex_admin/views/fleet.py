@@ -245,7 +245,9 @@ def _residency_wishes(api: Api, access: Access) -> None:
             return
         listing.open(None)
         choices.rerun_with_notice("Engines evict it like any other from now on.")
-    with st.expander("Keep an adapter in memory", icon=":material/push_pin:", key="keep_box"):
+    with st.expander(
+        "Keep an adapter in memory", icon=":material/push_pin:", key=choices.fresh("keep_box")
+    ):
         st.caption(
             "On every replica of its base, also those that start later, however seldom it is used."
         )

@@ -60,6 +60,7 @@ def render(api: Api, _access: Access) -> None:
             wide=("base", "replicas"),
         ),
         empty="No engine was ever seen here. Start one with `loraplex engine`.",
+        has_all=True,
     ).show()
     build = next((one for one in found if one["id"] == open_id), None)
     if build is None:

@@ -70,7 +70,7 @@ def render(api: Api, access: Access) -> None:
     try:
         _webhook(hooks, hooks.get(open_id), zone, listing, can_write=can_write)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
 
 
 def _fields() -> tuple[Field, ...]:
@@ -89,7 +89,7 @@ def _fields() -> tuple[Field, ...]:
 
 
 def _new_webhook(hooks: Collection, listing: Listing) -> None:
-    with st.expander("New webhook", icon=":material/add:", key="new_webhook_box"):
+    with st.expander("New webhook", icon=":material/add:", key=choices.fresh("new_webhook_box")):
         made = forms.create(
             "new_webhook",
             _fields(),
@@ -192,7 +192,9 @@ def _change(hooks: Collection, hook: Row, listing: Listing) -> None:
     )
     if saved is not None:
         choices.rerun_with_notice("The webhook is changed.")
-    with st.expander("Rotate the secret", icon=":material/autorenew:", key=f"rotate_{id_}_box"):
+    with st.expander(
+        "Rotate the secret", icon=":material/autorenew:", key=choices.fresh(f"rotate_{id_}_box")
+    ):
         made = forms.create(
             f"rotate_{id_}",
             (
