@@ -114,12 +114,13 @@ class CallPool:
             cursor = await connection.execute(query, parameters, prepare=True)
             return await cursor.fetchall()
         finally:
-            is_usable = connection.info.transaction_status == TransactionStatus.IDLE
-            is_late = (
-                at_hand is not self._at_hand
-            )  # all were closed meanwhile: it belongs to nobody's pool
+            is_usable = (
+                connection.info.transaction_status == TransactionStatus.IDLE
+                and at_hand
+                is self._at_hand  # else all were closed meanwhile, and its pool is nobody's
+            )
             has_stayed = time.monotonic() - borrowed_s >= KEPT_S
-            if is_usable and not (is_late or has_stayed or self._is_crowded):
+            if is_usable and not (has_stayed or self._is_crowded):
                 at_hand.append((lent, borrowed_s))
             else:
                 await _give_back(lent, is_usable=is_usable)
