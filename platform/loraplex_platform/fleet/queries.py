@@ -69,14 +69,10 @@ async def count_objects(session: AsyncSession) -> Counts:
     """One round trip for the overview."""
     today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     since = uuid7_floor(int(today.timestamp() * 1000))
-    active_keys = (
-        select(func.count())
-        .select_from(ApiKey)
-        .where(
-            ApiKey.status == "active",
-            (ApiKey.expires_at.is_(None)) | (ApiKey.expires_at > func.now()),
-        )
-    )
+    active_keys = select(func.count()).select_from(ApiKey).where(ApiKey.status == "active")
+    # Apart, for each is a stretch of the index of live keys; an "or" reads the whole table.
+    endless = active_keys.where(ApiKey.expires_at.is_(None)).scalar_subquery()
+    not_ended = active_keys.where(ApiKey.expires_at > func.now()).scalar_subquery()
     live_deployments = (
         select(func.count())
         .select_from(Deployment)
@@ -100,7 +96,7 @@ async def count_objects(session: AsyncSession) -> Counts:
         await session.execute(
             select(
                 select(func.count()).select_from(Tenant).scalar_subquery(),
-                active_keys.scalar_subquery(),
+                endless + not_ended,
                 select(func.count()).select_from(Adapter).scalar_subquery(),
                 live_deployments.scalar_subquery(),
                 cost.scalar_subquery(),
