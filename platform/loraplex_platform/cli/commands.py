@@ -36,7 +36,14 @@ from loraplex_platform.cli import (
 )
 from loraplex_platform.cli.errors import CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, ToolFormat, open_admin
-from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.cli.output import (
+    JsonOption,
+    SearchOption,
+    moment_of,
+    print_json,
+    print_rows,
+    searched,
+)
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"
@@ -276,6 +283,7 @@ def pull(
 
 @models.command("list")
 def list_models(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -284,10 +292,10 @@ def list_models(
 
     Example:
 
-      loraplex models list
+      loraplex models list --search smollm
     """
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/base-models"))
+        found = list(admin.pages("/base-models", **searched(search)))
     if as_json:
         print_json(found)
         return

@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import CleanText, ListPage
