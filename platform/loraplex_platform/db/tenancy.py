@@ -103,10 +103,10 @@ class ApiKey(Base):
             "expires_at",
             postgresql_where=text("status = 'active'"),
         ),
-        # For a piece of the name, see migration 0021.
+        # For a piece of the name, see migration 0021; by bytes (COLLATE "C", which alembic does not compare).
         Index(
             "ix_api_keys_pieces",
-            text('(loraplex_key_pieces(tenant_id, name, public_id)) COLLATE "C"'),
+            text("loraplex_key_pieces(tenant_id, name, public_id)"),
             postgresql_using="gin",
         ),
         ForeignKeyConstraint(
