@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraplex_platform.control.metrics import ControlMetrics
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.fleet.engines import EngineFleet
+from loraplex_platform.fleet.service import CountKeeper
 from loraplex_platform.gateway.failpoints import INERT, Failpoints
 from loraplex_platform.outbox.relay import Relay
 from loraplex_platform.playground.service import Playground
@@ -51,6 +52,7 @@ class ControlContext:
     metrics: ControlMetrics
     versions: Relay  # tells gateways of changed keys, tenants and limits
     redis: DeadlineRedis | None = None  # to look at rates
+    counts: CountKeeper = field(default_factory=CountKeeper)
     origins: frozenset[str] = field(default_factory=frozenset)  # may send cookie-borne writes
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For counts
     oidc: OidcProvider | None = None

@@ -34,6 +34,10 @@ async def get_fleet(context: Context, session: DbSession) -> FleetResource:
 @router.get("/overview")
 @requires("fleet.read")
 async def get_overview(context: Context, session: DbSession) -> OverviewResource:
-    """Load, speed, what there is, and today's revenue (UTC) in dollars."""
+    """Load, speed, what there is, and today's revenue (UTC) in dollars.
+
+    Where what is counted is many, it is counted anew every few seconds: after a second per 50,000.
+    """
     views = await context.fleet.views()
-    return service.overview(views, await queries.count_objects(session))
+    counts = await context.counts.get(session)
+    return service.overview(views, counts, await queries.count_recent(session))

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, date, datetime
+
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.billing.money import format_usd
+from loraplex_platform.fleet import queries
 from loraplex_platform.fleet.engines import ReplicaView
-from loraplex_platform.fleet.queries import Counts
+from loraplex_platform.fleet.queries import Counts, Recent
 from loraplex_platform.fleet.schemas import OverviewResource
 
+COUNTED_PER_S = 50_000
 
-def overview(views: Sequence[ReplicaView], counts: Counts) -> OverviewResource:
+
+class CountKeeper:
+    """The counts of objects, kept for a while where they are many: everybody looks at them each second.
+
+    Few are counted each time, so that what somebody has just made is there.
+    """
+
+    def __init__(
+        self,
+        counted_per_s: int = COUNTED_PER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counted_per_s = counted_per_s
+        self._clock = clock
+        self._counts: Counts | None = None
+        self._until_s = 0.0  # by the clock
+        self._day: date | None = None
+
+    async def get(self, session: AsyncSession) -> Counts:
+        """As they are, or were a second ago for each `counted_per_s` of them."""
+        day = datetime.now(UTC).date()
+        if self._counts is None or self._day != day or self._clock() >= self._until_s:
+            counts = await queries.count_objects(session)
+            num_counted = counts.tenants + counts.keys + counts.adapters + counts.entries_today
+            keep_s = num_counted // self._counted_per_s
+            self._counts, self._until_s, self._day = counts, self._clock() + keep_s, day
+        return self._counts
+
+
+def overview(views: Sequence[ReplicaView], counts: Counts, recent: Recent) -> OverviewResource:
     """Sums over the replicas that answered; KV use is over all their blocks."""
     stats = [view.stats for view in views if view.stats is not None]
     blocks = sum(s.kv_blocks_total for s in stats)
@@ -28,6 +63,6 @@ def overview(views: Sequence[ReplicaView], counts: Counts) -> OverviewResource:
         adapters=counts.adapters,
         deployments=counts.deployments,
         cost_today_usd=format_usd(counts.cost_today_pico),
-        recent_requests=counts.recent,
-        recent_failed=counts.recent_failed,
+        recent_requests=recent.began,
+        recent_failed=recent.failed,
     )

@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from loraplex_platform.db import ApiKey
 from loraplex_platform.fleet import engines
+from loraplex_platform.fleet.service import CountKeeper
 from loraplex_platform.ids import format_id, parse_id
 from loraplex_platform.metering import routes as metering_routes
 from loraplex_platform.metering.csv_export import safe_cell, to_csv
 from loraplex_platform.metering.service import reserve, settle
 from loraplex_platform.metering.usage import FILE_ROWS, UsagePage, UsageQuery, report_usage
+from sqlalchemy import func, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tests.platform.control.stand import Stand, announce, error_of
@@ -226,3 +229,42 @@ async def test_the_fleet_shows_replicas_their_stats_and_rates(
     assert mute["generation_tokens_per_s"] == 0
     assert (await stand.admin.get("/admin/v1/overview")).json()["running"] == 0
     announce(stand.redis_url, stand.engine)
+
+
+async def test_what_is_many_is_counted_anew_after_a_second_per_so_many(stand: Stand) -> None:
+    await add_customer(stand.db, "acme")
+    now_s = 100.0
+    keeper = CountKeeper(counted_per_s=1, clock=lambda: now_s)  # one tenant, one key: two seconds
+    async with stand.db.sessions() as session:
+        first = await keeper.get(session)
+    await add_customer(stand.db, "globex")
+    now_s = 101.9
+    async with stand.db.sessions() as session:
+        kept = await keeper.get(session)
+        now_s = 102.0
+        anew = await keeper.get(session)
+        few = await CountKeeper(clock=lambda: now_s).get(session)
+
+    assert (first.tenants, first.keys) == (1, 1)
+    assert kept is first
+    assert (anew.tenants, anew.keys) == (few.tenants, few.keys) == (2, 2)
+
+
+async def test_keys_that_are_over_are_not_counted(stand: Stand) -> None:
+    tenant = await stand.tenant("acme")
+    path = f"/admin/v1/tenants/{tenant['id']}/keys"
+    for name, ends in (
+        ("on", {}),
+        ("over", {}),
+        ("later", {"expires_at": int(time.time()) + 3600}),
+    ):
+        made = await stand.admin.post(path, json={"name": name} | ends)
+        assert made.status_code == 201, made.text
+        if name == "over":
+            key_id = parse_id("api_key", made.json()["id"])
+    async with stand.db.sessions.begin() as session:
+        await session.execute(
+            update(ApiKey).where(ApiKey.id == key_id).values(expires_at=func.now())
+        )
+
+    assert (await stand.admin.get("/admin/v1/overview")).json()["keys"] == 2
