@@ -300,9 +300,9 @@ class AdminClient:
         """A new one; its secret is in this answer and nowhere else."""
         return self._json("POST", _webhooks_path(tenant_id), json=body)
 
-    def webhooks(self, tenant_id: str | None) -> list[Json]:
-        """All of them."""
-        return list(self._pages(_webhooks_path(tenant_id)))
+    def webhooks(self, tenant_id: str | None, **filters: str) -> list[Json]:
+        """All of them, or those with `search` in the address or in what it is for."""
+        return list(self._pages(_webhooks_path(tenant_id), filters))
 
     def change_webhook(self, tenant_id: str | None, webhook_id: str, changes: Json) -> Json:
         """Change what is named in `changes`."""
@@ -324,9 +324,9 @@ class AdminClient:
 
     # ------------------------------------------------------------------------ prices and invoices
 
-    def price_books(self) -> list[Json]:
-        """All price books, without their prices."""
-        return list(self._pages("/price-books"))
+    def price_books(self, **filters: str) -> list[Json]:
+        """All price books, or those with `search` in their name, without their prices."""
+        return list(self._pages("/price-books", filters))
 
     def price_book(self, book_id: str) -> Json:
         """One with its prices."""

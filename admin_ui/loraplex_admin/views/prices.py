@@ -34,6 +34,7 @@ def render(api: Api, access: Access) -> None:
         fetch=books.page,
         columns=Columns(_cells, wide=("name",)),
         empty="There is no price book: nothing can be billed, so nothing is served. Draft one below, then publish it.",
+        search_label="Search price books",
     )
     open_id = listing.show()
     if can_write:

@@ -47,7 +47,7 @@ def render(api: Api, access: Access) -> None:
         st.caption("The operator's own: they are told of all tenants.")
     listing = Listing(
         "webhooks",
-        fetch=lambda after=None: hooks.page(after=after),
+        fetch=hooks.page,
         columns=Columns(
             lambda one: {
                 "address": fmt.cell(one["url"]),
@@ -61,6 +61,7 @@ def render(api: Api, access: Access) -> None:
         ),
         empty="Nobody is told of anything yet. "
         + ("Add an address below." if can_write else "Owners and admins add addresses."),
+        search_label="Search webhooks",
     )
     open_id = listing.show()
     if can_write:

@@ -16,7 +16,7 @@ from loraplex_platform.cli.options import (
     TenantOption,
     open_admin,
 )
-from loraplex_platform.cli.output import JsonOption, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, SearchOption, print_json, print_rows, searched
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -46,6 +46,7 @@ _KINDS = {"bas": "base_model", "adp": "adapter", "dep": "deployment"}
 
 @prices.command("list")
 def list_books(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -57,7 +58,7 @@ def list_books(
       loraplex prices list
     """
     with open_admin(data_dir, control_url) as admin:
-        books = admin.price_books()
+        books = admin.price_books(**searched(search))
     if as_json:
         print_json(books)
         return

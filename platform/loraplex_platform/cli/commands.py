@@ -44,7 +44,14 @@ from loraplex_platform.cli.options import (
     open_admin,
     sound_url,
 )
-from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.cli.output import (
+    JsonOption,
+    SearchOption,
+    moment_of,
+    print_json,
+    print_rows,
+    searched,
+)
 from loraplex_platform.urls import postgres_fault
 
 _LOCAL = "On this machine"
@@ -293,6 +300,7 @@ def pull(
 
 @models.command("list")
 def list_models(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -301,10 +309,10 @@ def list_models(
 
     Example:
 
-      loraplex models list
+      loraplex models list --search smollm
     """
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/base-models"))
+        found = list(admin.pages("/base-models", **searched(search)))
     if as_json:
         print_json(found)
         return

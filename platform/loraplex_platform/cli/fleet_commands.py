@@ -16,7 +16,14 @@ from loraplex_platform.cli.options import (
     WhyOption,
     open_admin,
 )
-from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.cli.output import (
+    JsonOption,
+    SearchOption,
+    moment_of,
+    print_json,
+    print_rows,
+    searched,
+)
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient, Json
@@ -33,18 +40,21 @@ residency = typer.Typer(
 
 @builds.command("list")
 def list_builds(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
     """List engine builds, newest first, and the replicas that run each now.
 
+    They are searched by fingerprint and base model.
+
     Example:
 
       loraplex engine-builds list
     """
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/engine-builds"))
+        found = list(admin.pages("/engine-builds", **searched(search)))
     if as_json:
         print_json(found)
         return

@@ -15,7 +15,7 @@ from loraplex_platform.cli.options import (
     LimitOption,
     open_admin,
 )
-from loraplex_platform.cli.output import JsonOption, print_json
+from loraplex_platform.cli.output import JsonOption, SearchOption, print_json, searched
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -73,18 +73,21 @@ def create(
 @app.command("list")
 def list_webhooks(
     tenant: OwnerOption = None,
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
     """Show the addresses and whether they answer.
 
+    They are searched by address and by what they are for.
+
     Example:
 
       loraplex webhooks list -t acme
     """
     with open_admin(data_dir, control_url) as admin:
-        found = admin.webhooks(_owner(admin, tenant))
+        found = admin.webhooks(_owner(admin, tenant), **searched(search))
     if as_json:
         print_json(found)
         return
