@@ -375,10 +375,10 @@ class _Asker:
 # ---------------------------------------------------------------------- pages
 
 
-def _pages(control_url: str, folder: Path, cookie: str, slug: str) -> Iterator[Timing]:
+def _pages(control_url: str, folder: Path, cookie: str, slug: str, pick: str) -> Iterator[Timing]:
     """Each page, cold (a new visitor, empty cache) and warm (theirs again)."""
     with browser.console(control_url, folder) as url, browser.chromium() as chromium:
-        for page in PAGES:
+        for page in (one for one in PAGES if pick in one.title):
             address = f"{url}/{page.path}?tenant={slug}"
             cold_ms: list[float] = []
             warm_ms: list[float] = []
@@ -435,7 +435,7 @@ async def measure(folder: Path, sizes: Sizes, parts: list[str], *, pick: str = "
                     note(deep)
 
     def look(url: str, cookie: str) -> None:
-        for timing in _pages(url, folder, cookie, "tenant-0"):
+        for timing in _pages(url, folder, cookie, "tenant-0", pick):
             note(timing)
 
     async with _filled(folder, sizes) as (stand, owner_url, tenant):
@@ -456,7 +456,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="as many instead, for they take the longest")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     parser.add_argument(
-        "--pick", default="", help="only lists and reports with this in their title"
+        "--pick", default="", help="only lists, reports and pages with this in their title"
     )
     parser.add_argument("--keep", type=Path, help="fill this folder once, and use it again")
     parser.add_argument("--json", type=Path, help="write the timings to this file, too")

@@ -6,6 +6,11 @@ quotas, dispatched, settled and answered. First as many as it takes (the saturat
 that rate, arriving at random: CPU per request of each process, and the time until the whole answer.
 Once with all requests on one tenant, whose windows every one of them locks, and once over many tenants.
 `--database-only` leaves out the gateway: reserve and settle alone, to see what the rows give.
+
+What is *added*: at half the rate slices of the run go in pairs, the same arrivals once through the gateway and
+once from this client straight to the engine; of each pair the percentiles are subtracted, and the median pair is
+told. Of what is left to the stand, the table says how much: the CPU of the engine and of this client, which share
+the cores, and how late the client sent what was due (in both of a pair, and in the times told).
 """
 
 from __future__ import annotations
@@ -13,13 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +37,8 @@ import msgspec
 import psutil
 import redis as redis_client
 import uvloop
-from loraplex_engine.protocol import REPLICA_KEY_PREFIX, ReplicaRecord
+from loraplex_engine.client import EngineClient
+from loraplex_engine.protocol import REPLICA_KEY_PREFIX, Generate, ReplicaRecord, SamplingParams
 from loraplex_platform.db import ApiKey, ApiKeySecret, Tenant, migrate
 from loraplex_platform.db.session import Database, open_database
 from loraplex_platform.ids import uuid7
@@ -51,9 +60,11 @@ from tests.support.metering import Customer
 
 MANY_TENANTS = 1000
 SIDE_BY_SIDE = 32
+PAIRS = 3  # of slices with and without a gateway
 _IDLE_S = 2.0  # then a connection is not used again: the gateway closes one that is idle for 5 s
 _PEPPER = SecretStr("pepper-for-benchmarks-0123456789abcdef")
 _SERVE_ROLE = "loraplex_serve"
+_STAND = ("engine", "client")  # whose CPU is not the platform's
 _PROMPT, _MAX_TOKENS = "the capital of France is", 8
 _RUN_GATEWAY = """
 import sys
@@ -66,10 +77,25 @@ sys.exit(run(GatewaySettings(), port_file=Path(sys.argv[1])))
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one run. CPU in milliseconds per request, times in milliseconds."""
+    """Of one run. CPU in milliseconds per request, times in milliseconds.
+
+    Attributes:
+        late_p99_ms: how late what was due was sent, by this client.
+    """
 
     rate_per_s: float
     cpu_ms: dict[str, float]
+    p50_ms: float
+    p99_ms: float
+    late_p99_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What a gateway adds at half the saturating rate; each the median of the pairs, in milliseconds."""
+
+    with_gateway: Result
+    without: Result
     p50_ms: float
     p99_ms: float
 
@@ -93,6 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         redis = start_redis(folder / "rd")
         stack.callback(redis.stop)
         _prepare(postgres.url)
+        # A collection of all that is imported here would be a pause in somebody's answer.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_measure(_Servers(folder, postgres, redis), options))
     return 0
@@ -127,26 +157,81 @@ async def _measure(servers: _Servers, options: argparse.Namespace) -> None:
             if options.database_only:
                 _show(label, "saturated", await _database(servers, db, customers, options), options)
                 continue
-            async with _gateway(servers) as (port, processes):
+            async with _gateway(servers) as (port, processes, engine):
                 payloads = [_payload(port, customer) for customer in customers]
                 load = _Load(port, payloads, processes)
                 await load.each_once()
                 await load.closed(min(3.0, options.seconds))
                 full = await load.closed(options.seconds)
                 _show(label, "saturated", full, options)
-                half = await load.open(full.rate_per_s / 2, options.seconds)
-                _show(label, "half of it", half, options)
+                added = await _added(load, engine, full.rate_per_s / 2, options.seconds)
+                _show(label, "half of it", added.with_gateway, options)
+                _show_added(label, added, options)
+
+
+async def _added(load: _Load, engine: EngineClient, rate_per_s: float, seconds: float) -> Added:
+    """Slices in pairs, each with the same arrivals; all together `seconds` long through the gateway."""
+    alone = _EngineAlone(engine)
+    pairs = []
+    for _ in range(PAIRS):
+        due_s = _arrivals(rate_per_s, seconds / PAIRS)
+        pairs.append((await load.open(due_s), await load.open(due_s, alone.ask)))
+    return Added(
+        with_gateway=_median_of([pair[0] for pair in pairs]),
+        without=_median_of([pair[1] for pair in pairs]),
+        p50_ms=statistics.median(one.p50_ms - other.p50_ms for one, other in pairs),
+        p99_ms=statistics.median(one.p99_ms - other.p99_ms for one, other in pairs),
+    )
+
+
+def _arrivals(rate_per_s: float, seconds: float) -> list[float]:
+    """At random (Poisson), in seconds from the beginning."""
+    gaps_s = (random.expovariate(rate_per_s) for _ in itertools.count())
+    return list(itertools.takewhile(lambda at_s: at_s < seconds, itertools.accumulate(gaps_s)))
+
+
+def _median_of(results: Sequence[Result]) -> Result:
+    def of(number: Callable[[Result], float]) -> float:
+        return statistics.median(number(result) for result in results)
+
+    return Result(
+        rate_per_s=of(lambda x: x.rate_per_s),
+        cpu_ms={name: of(lambda x, name=name: x.cpu_ms[name]) for name in results[0].cpu_ms},  # type: ignore[misc] # a default binds it
+        p50_ms=of(lambda x: x.p50_ms),
+        p99_ms=of(lambda x: x.p99_ms),
+        late_p99_ms=of(lambda x: x.late_p99_ms),
+    )
 
 
 def _show(label: str, how: str, result: Result, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"tenants": label, "load": how} | _fields(result)), flush=True)
         return
-    all_ms = sum(result.cpu_ms.values())
-    cpu = ", ".join(f"{name} {ms:.2f} ({ms / all_ms:.0%})" for name, ms in result.cpu_ms.items())
+    ours = {name: ms for name, ms in result.cpu_ms.items() if name not in _STAND}
+    all_ms = sum(ours.values())
+    cpu = ", ".join(f"{name} {ms:.2f} ({ms / all_ms:.0%})" for name, ms in ours.items())
+    stand = ", ".join(
+        f"{name} {result.cpu_ms[name]:.2f}" for name in _STAND if name in result.cpu_ms
+    )
+    cpu += f"; of the stand: {stand}" if stand else ""
     print(
         f"{label:>15}, {how:<11}{result.rate_per_s:7.0f}/s   CPU ms a request: {cpu}"
         f"   answered in p50 {result.p50_ms:.1f} ms, p99 {result.p99_ms:.1f} ms",
+        flush=True,
+    )
+
+
+def _show_added(label: str, added: Added, options: argparse.Namespace) -> None:
+    without, late_ms = added.without, added.with_gateway.late_p99_ms
+    if options.json:
+        record = {"tenants": label, "load": "engine alone"} | _fields(without)
+        added_ms = {"added_p50_ms": round(added.p50_ms, 2), "added_p99_ms": round(added.p99_ms, 2)}
+        print(json.dumps(record | added_ms), flush=True)
+        return
+    print(
+        f"{label:>15}, added by the gateway: p50 {added.p50_ms:.1f} ms, p99 {added.p99_ms:.1f} ms"
+        f"   (the engine alone: p50 {without.p50_ms:.1f} ms, p99 {without.p99_ms:.1f} ms; the client sent"
+        f" p99 {late_ms:.1f} ms late, {without.late_p99_ms:.1f} ms without a gateway)",
         flush=True,
     )
 
@@ -157,6 +242,7 @@ def _fields(result: Result) -> dict[str, object]:
         "cpu_ms": {name: round(ms, 3) for name, ms in result.cpu_ms.items()},
         "p50_ms": round(result.p50_ms, 2),
         "p99_ms": round(result.p99_ms, 2),
+        "late_p99_ms": round(result.late_p99_ms, 2),
     }
 
 
@@ -192,7 +278,7 @@ async def _database(
     servers: _Servers, db: Database, customers: Sequence[Customer], options: argparse.Namespace
 ) -> Result:
     waits_s: list[float] = []
-    processes = {"postgres": _tree(servers.postgres.pid), "this client": [psutil.Process()]}
+    processes = {"postgres": _tree(servers.postgres.pid), "client": [psutil.Process()]}
     end_s = time.monotonic() + options.seconds
 
     async def one_after_another() -> None:
@@ -246,8 +332,8 @@ def _settlement(request_id: UUID) -> Settlement:
 @asynccontextmanager
 async def _gateway(
     servers: _Servers,
-) -> AsyncIterator[tuple[int, dict[str, list[psutil.Process]]]]:
-    """A gateway and an engine as processes; the gateway's port, and whose CPU counts."""
+) -> AsyncIterator[tuple[int, dict[str, list[psutil.Process]], EngineClient]]:
+    """A gateway and an engine as processes; the gateway's port, whose CPU counts, and a way to the engine."""
     folder = Path(tempfile.mkdtemp(dir=servers.folder))
     address = f"ipc://{folder / 'e.sock'}"
     port_file = folder / "port"
@@ -272,14 +358,19 @@ async def _gateway(
     try:
         _announce(servers.redis.url, address)
         port = await _until_ready(port_file, gateway)
-        yield (
-            port,
-            {
-                "gateway": [psutil.Process(gateway.pid)],
-                "postgres": _tree(servers.postgres.pid),
-                "redis": _tree(servers.redis.pid),
-            },
-        )
+        async with EngineClient(address, gateway_id="bench") as straight:
+            await straight.connect()
+            yield (
+                port,
+                {
+                    "gateway": [psutil.Process(gateway.pid)],
+                    "postgres": _tree(servers.postgres.pid),
+                    "redis": _tree(servers.redis.pid),
+                    "engine": [psutil.Process(engine.pid)],
+                    "client": [psutil.Process()],
+                },
+                straight,
+            )
     finally:
         for process in (gateway, engine):
             with contextlib.suppress(ProcessLookupError):
@@ -379,6 +470,29 @@ class _Connection:
         return int(head[9:12]), body
 
 
+class _EngineAlone:
+    """The same requests without a gateway: what is asked of the engine, and its answer to the end."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def ask(self) -> None:
+        """One request."""
+        sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=1.0)
+        stream = await self._engine.generate(
+            Generate(
+                request_id=str(uuid7()),
+                attempt=1,
+                lease_token=1,
+                tenant_id="bench",
+                tenant_salt=b"bench",
+                prompt_token_ids=[1] * len(_PROMPT.split()),
+                sampling=sampling,
+            )
+        )
+        await stream.follow(lambda event: None)
+
+
 class _Load:
     """Requests to one gateway."""
 
@@ -412,19 +526,37 @@ class _Load:
         await asyncio.gather(*(one_after_another() for _ in range(SIDE_BY_SIDE)))
         return _result(waits_s, before, _cpu_s(self._processes), time.monotonic() - began_s)
 
-    async def open(self, rate_per_s: float, seconds: float) -> Result:
-        """Arrivals at random (Poisson), whatever the answers: waiting in line counts."""
-        before, began_s = _cpu_s(self._processes), time.monotonic()
+    async def open(
+        self, due_s: Sequence[float], ask: Callable[[], Awaitable[object]] | None = None
+    ) -> Result:
+        """Requests that arrive when they are due, whatever the answers: waiting in line counts.
+
+        Args:
+            due_s: seconds from now.
+            ask: how one is asked, if not through the gateway.
+        """
+        waits_s: list[float] = []
+        late_s: list[float] = []
+        ask = ask or self._ask_once
+
+        async def one(at_s: float) -> None:
+            late_s.append(time.perf_counter() - at_s)
+            await ask()
+            waits_s.append(time.perf_counter() - at_s)
+
+        before, began_s = _cpu_s(self._processes), time.perf_counter()
         asking = []
-        due_s = time.perf_counter()
-        while time.monotonic() < began_s + seconds:
-            due_s += random.expovariate(rate_per_s)
-            delay_s = due_s - time.perf_counter()
+        for at_s in due_s:
+            delay_s = began_s + at_s - time.perf_counter()
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
-            asking.append(asyncio.create_task(self._ask(due_s)))
-        waits_s = list(await asyncio.gather(*asking))
-        return _result(waits_s, before, _cpu_s(self._processes), time.monotonic() - began_s)
+            asking.append(asyncio.create_task(one(began_s + at_s)))
+        await asyncio.gather(*asking)
+        elapsed_s = time.perf_counter() - began_s
+        return _result(waits_s, before, _cpu_s(self._processes), elapsed_s, late_s)
+
+    async def _ask_once(self) -> None:
+        await self._ask(0.0)
 
     async def _ask(self, since_s: float, payload: bytes | None = None) -> float:
         connection = self._idle.pop() if self._idle else _Connection(self._port)
@@ -440,11 +572,14 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _cpu_s(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
-    """Of each with its children, also those that have ended."""
+    """Of each with its children, also those that have ended; of this client without: they are the others."""
     found = {}
     for name, roots in processes.items():
         seconds = 0.0
         for root in roots:
+            if root.pid == os.getpid():
+                seconds += sum(root.cpu_times()[:2])
+                continue
             seconds += sum(root.cpu_times()[:4])
             for child in root.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -454,7 +589,11 @@ def _cpu_s(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
 
 
 def _result(
-    waits_s: list[float], before: dict[str, float], after: dict[str, float], elapsed_s: float
+    waits_s: list[float],
+    before: dict[str, float],
+    after: dict[str, float],
+    elapsed_s: float,
+    late_s: Sequence[float] = (0.0,),
 ) -> Result:
     waits_s.sort()
     done = len(waits_s)
@@ -463,6 +602,7 @@ def _result(
         cpu_ms={name: 1e3 * (after[name] - before[name]) / done for name in after},
         p50_ms=1e3 * waits_s[done // 2],
         p99_ms=1e3 * waits_s[done * 99 // 100],
+        late_p99_ms=1e3 * sorted(late_s)[len(late_s) * 99 // 100],
     )
 
 

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex_admin.api import SESSION_COOKIE
+from loraplex_admin.warm_up import warm_up
 
 LOGIN_PATH: Final = "/login"
 JOIN_PATH: Final = "/join"
@@ -35,6 +36,8 @@ _MAX_BACK_CHARS: Final = 2000
 _RETRY_S: Final = 3
 _MAX_FORM_BYTES: Final = 16 * 1024
 _TIMEOUT_S: Final = 15.0
+# Made once: reading the authorities takes longer than a visit otherwise does, and the event loop waits.
+_TLS: Final = httpx.create_ssl_context(trust_env=False)
 # What the form needs: who sends it from which page, and the throttle's idea of the visitor.
 _REQUEST_HEADERS: Final = (
     "content-type",
@@ -55,7 +58,9 @@ def _control_url() -> str:
 
 def _client() -> httpx.AsyncClient:
     # trust_env off: passwords pass here, and a proxy of the environment must not see them.
-    return httpx.AsyncClient(base_url=_control_url(), timeout=_TIMEOUT_S, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=_control_url(), timeout=_TIMEOUT_S, trust_env=False, verify=_TLS
+    )
 
 
 async def pass_form(request: Request) -> Response:
@@ -158,6 +163,7 @@ async def _is_live(token: str) -> bool:
     return answer.status_code != httpx.codes.UNAUTHORIZED
 
 
+warm_up()
 app = st.App(
     Path(__file__).with_name("console.py"),
     routes=[Route(path, pass_form, methods=["GET", "POST"]) for path in (LOGIN_PATH, JOIN_PATH)],

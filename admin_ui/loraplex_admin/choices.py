@@ -107,7 +107,9 @@ def _forget_what_was_open() -> None:
             del st.query_params[name]
 
 
-def from_many(what: str, fetch: Callable[..., Page[Any]], *, key: str) -> Sequence[Any]:
+def from_many(
+    what: str, fetch: Callable[..., Page[Any]], *, key: str, by: str = "name"
+) -> Sequence[Any]:
     """Rows to choose from: the newest or, where there are more, what the server finds for what is typed.
 
     Outside of forms, in which nothing is asked before they are sent.
@@ -115,6 +117,7 @@ def from_many(what: str, fetch: Callable[..., Page[Any]], *, key: str) -> Sequen
     Args:
         what: is searched, in the plural: `adapters`.
         fetch: one page: `fetch(search=...)`.
+        by: what of them is searched.
     """
     name = f"{key}_search"
     search = str(st.session_state.get(name, "")).strip() or None
@@ -125,12 +128,12 @@ def from_many(what: str, fetch: Callable[..., Page[Any]], *, key: str) -> Sequen
             max_chars=80,
             key=name,
             icon=":material/search:",
-            placeholder="A piece of the name",
+            placeholder=f"A piece of the {by}",
             help=f"There are more {what} than are offered at a time: search first, then fill in the rest.",
         )
     if search and not page["data"]:
-        st.warning(f"No {what} have that in their name; the newest are offered.")
-        return fetch(search=None)["data"]
+        # Nothing is offered, lest something that was not meant be taken.
+        st.warning(f"No {what} have that in their {by}. Try a shorter piece, or empty the search.")
     return page["data"]
 
 
@@ -157,7 +160,7 @@ def kept(
         label,
         values,
         index=values.index(before) if before is not None and before in options else 0,
-        format_func=lambda value: options.get(value, value),
+        format_func=lambda value: fmt.cell(options.get(value, value)),
         help=help,
         key=key or name,
     )
@@ -187,8 +190,14 @@ def empty(*names: str) -> None:
         st.session_state[f"{name}_times"] = st.session_state.get(f"{name}_times", 0) + 1
 
 
+def empty_when_done(*names: str) -> None:
+    """Empty these once `rerun_with_notice` says that it is done: what was refused can be tried again as it stands."""
+    st.session_state["empty_when_done"] = names
+
+
 def rerun_with_notice(text: str) -> None:
     """Run the page again, with what has been done said above it, in Markdown."""
+    empty(*st.session_state.pop("empty_when_done", ()))
     st.session_state["notice"] = text
     st.rerun()
 

@@ -24,7 +24,8 @@ _JOINER = "\u2060"
 _REPLACED = re.compile(
     r"(?<=:)(?=\S)|(?<=@)|(?<=[-<>~])(?=[-=>])|(?<=[wW]{3})(?=\.)|(?<=\.)(?=[wW]{3})"
 )
-
+# Emoji and icon names are replaced in code too; ids and digests, which people copy, have no second colon.
+_SHORTCODE = re.compile(r":(?=[^\s:]+:)")
 
 # Letters that are written from right to left, and what turns the direction without being seen.
 _RIGHT_TO_LEFT = frozenset({"R", "AL", "AN", "RLE", "RLO", "LRE", "LRO", "PDF"})
@@ -35,6 +36,7 @@ _DIRECTION_SIGNS = {
 _FIRST_STRONG, _POP = "\u2068", "\u2069"
 # More of one name than this says nothing more, and pushes the page apart.
 _MOST_CHARS = 300
+_REST_CHARS = 40
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
@@ -131,7 +133,7 @@ def digest(value: str | None) -> str:
 
 
 def cell(text: str | None) -> str:
-    """For a table's cell, which takes text as it is: direction signs made visible, and not endless."""
+    """For a table's cell, which takes text as it is: direction signs made visible, and not endless; again: the same."""
     return _shorten((text or "").translate(_DIRECTION_SIGNS))
 
 
@@ -146,7 +148,7 @@ def literal(text: str) -> str:
 
 def code(text: str) -> str:
     """Markdown that shows `text` as it is, in the type of code: names, ids, digests."""
-    words = _isolated(_shorten(" ".join(text.split())))
+    words = _isolated(_SHORTCODE.sub(f":{_JOINER}", _shorten(" ".join(text.split()))))
     if not words:
         return ""
     longest = max((len(run) for run in re.findall("`+", words)), default=0)
@@ -163,6 +165,7 @@ def _isolated(text: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    if len(text) <= _MOST_CHARS:
+    # With room for what is said of the rest: what has been cut stays as it is when it is given again.
+    if len(text) <= _MOST_CHARS + _REST_CHARS:
         return text
     return f"{text[:_MOST_CHARS]}… ({len(text) - _MOST_CHARS:,} more characters)"

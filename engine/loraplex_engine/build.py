@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import torch
 
-from loraplex_engine.artifact import ModelShape
+from loraplex_engine.artifact import ModelShape, without_login
 from loraplex_engine.block_events import BlockEvent
 from loraplex_engine.compute import Compute, open_compute
 from loraplex_engine.config import EngineConfig
@@ -159,6 +159,7 @@ class AssembledEngine:
             adapter_load_failures_total=pool.load_failures_total,
             adapter_evictions_total=pool.evictions_total,
             adapter_load_seconds_total=pool.load_seconds_total,
+            adapter_load_times=pool.load_times,
         )
 
     def close(self) -> None:
@@ -197,7 +198,9 @@ def assemble_engine(
             for digest in config.pinned_adapters:
                 lora.pool.pin(digest)
         except PinRefusedError as error:
-            raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+            raise ConfigError(
+                f"--store-url {without_login(config.store_url or '')}: {error}"
+            ) from error
     adapters: AdapterPool = lora.pool if lora else NoAdapters()
     dtype = str(model.dtype).removeprefix("torch.")
     digests = hash_model(config.model_dir)

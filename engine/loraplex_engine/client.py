@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import msgspec
 import structlog
@@ -69,7 +69,8 @@ _CLOSED = "the client was closed"
 _FAREWELL_MS = 200  # how long closing may wait to hand over the last aborts
 
 _RETRY_S, _MAX_RETRY_S = 0.05, 2.0  # between connections; doubles while they fail on our side
-_REST_MS = 20  # how long a lost connection may stay quiet before it is closed
+_REST_S = 0.02  # how long a lost connection may stay quiet before it is closed
+_POLLIN = int(zmq.POLLIN)  # as a flag it is ten times as slow
 
 Attempt = tuple[str, int]  # (request_id, attempt)
 Query = StatsQuery | UsageQuery | JournalQuery | PinAdapter | UnpinAdapter
@@ -247,7 +248,8 @@ class EngineClient:
         self._heartbeat_s = heartbeat_s
         self._silence_timeout_s = silence_timeout_s
         self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._take: Callable[[], None] | None = None  # set while frames are received
         self._runner: asyncio.Task[None] | None = None
         self._welcomed = asyncio.Event()
         self._streams: dict[Attempt, EngineStream] = {}
@@ -428,11 +430,13 @@ class EngineClient:
     def _send(self, message: GatewayMessage) -> None:
         if self._socket is None or self._socket.closed:
             raise EngineLostError(f"{self.address}: {self._lost_reason}.")
-        # With NOBLOCK the send happens now or fails now, so the returned future is already done.
-        sent = cast("asyncio.Future[None]", self._socket.send(encode(message), flags=zmq.NOBLOCK))
-        error = sent.exception()
-        if error is not None:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
             raise EngineLostError(f"{self.address}: cannot send ({error}).") from error
+        # Sending takes note of what has come meanwhile, and then its descriptor wakes nobody for that.
+        if self._take is not None and _has_frames(self._socket):
+            asyncio.get_running_loop().call_soon(self._take)
 
     async def _ask(self, query: Query, kind: type[Reply], timeout_s: float) -> Reply:
         future: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
@@ -470,7 +474,9 @@ class EngineClient:
     async def _serve_one_connection(self) -> str:
         """Connect, then receive until the connection is lost; returns why."""
         assert self._context is not None
-        socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        # Without asyncio: a wait of its for every frame costs more than all that is done with the frame.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        socket = context.socket(zmq.DEALER)
         try:
             monitor = self._set_up(socket)
         except BaseException:
@@ -496,7 +502,7 @@ class EngineClient:
             monitor.close(linger=0)
             socket.close(linger=linger_ms)
 
-    def _set_up(self, socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+    def _set_up(self, socket: zmq.Socket[bytes]) -> zmq.asyncio.Socket:
         """Set the options; returns the monitor."""
         socket.linger = 0
         # Not `immediate`: with it, libzmq throws away what has come but was not read yet when the
@@ -509,7 +515,12 @@ class EngineClient:
             socket.curve_serverkey = self._curve.server_public_key
             socket.curve_publickey = self._curve.public_key
             socket.curve_secretkey = self._curve.secret_key
-        return socket.get_monitor_socket(_MONITORED)
+        assert self._context is not None
+        address = f"inproc://monitor-{socket.FD}"
+        socket.monitor(address, _MONITORED)
+        monitor: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        monitor.connect(address)
+        return monitor
 
     async def _wait_for_handshake(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
@@ -524,7 +535,7 @@ class EngineClient:
             pass
         return "the replica closed the connection"
 
-    async def _watch_silence(self, socket: zmq.asyncio.Socket) -> str:
+    async def _watch_silence(self, socket: zmq.Socket[bytes]) -> str:
         while True:
             asleep_s = time.monotonic()
             await asyncio.sleep(self._heartbeat_s)
@@ -532,7 +543,7 @@ class EngineClient:
             # our own silence, not the replica's. What it said meanwhile may still be unread.
             overslept_s = time.monotonic() - asleep_s - self._heartbeat_s
             self._heard_at = min(self._heard_at + overslept_s, time.monotonic())
-            reason = await self._take_frames(socket)
+            reason = self._take_frames(socket)
             if reason is not None:
                 return reason
             if time.monotonic() - self._heard_at > self._silence_timeout_s:
@@ -542,27 +553,51 @@ class EngineClient:
     def _say_hello(self) -> None:
         self._send(Hello(protocol_version=PROTOCOL_VERSION, gateway_id=self.gateway_id))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> str:
-        while True:
-            await socket.poll()
-            reason = await self._take_frames(socket)
-            if reason is not None:
-                return reason
+    async def _receive(self, socket: zmq.Socket[bytes]) -> str:
+        """Deliver frames as they come, until there is a reason to end the connection.
 
-    async def _receive_rest(self, socket: zmq.asyncio.Socket) -> None:
+        ZeroMQ's descriptor tells of a change once: whoever is woken takes all there is, and whatever else
+        may take note of the change (`_send`) looks as well.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[str] = loop.create_future()
+
+        def take() -> None:
+            if ended.done():
+                return
+            try:
+                reason = self._take_frames(socket)
+            except Exception as error:  # noqa: BLE001 - raised where the connection is served
+                ended.set_exception(error)
+                return
+            if reason is not None:
+                ended.set_result(reason)
+
+        descriptor = socket.FD
+        loop.add_reader(descriptor, take)
+        self._take = take
+        take()  # what has come before
+        try:
+            return await ended
+        finally:
+            self._take = None
+            loop.remove_reader(descriptor)
+
+    async def _receive_rest(self, socket: zmq.Socket[bytes]) -> None:
         """What came before the end: the last events of a replica that drained, say."""
-        while await socket.poll(_REST_MS):
-            if await self._take_frames(socket) is not None:
+        while self._take_frames(socket) is None:
+            await asyncio.sleep(_REST_S)
+            if not _has_frames(socket):
                 return
 
-    async def _take_frames(self, socket: zmq.asyncio.Socket) -> str | None:
+    def _take_frames(self, socket: zmq.Socket[bytes]) -> str | None:
         """Deliver what is there; a reason ends the connection.
 
         Never suspends: a frame that was taken from the socket must not be lost to a cancellation.
         """
         while True:
             try:
-                frame = await socket.recv(zmq.NOBLOCK)  # done already, one way or the other
+                frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             self._heard_at = time.monotonic()
@@ -641,6 +676,10 @@ class EngineClient:
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(EngineLostError(error_text))
+
+
+def _has_frames(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def _pinned(reply: PinReply) -> list[str]:

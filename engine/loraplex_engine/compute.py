@@ -19,7 +19,7 @@ import torch
 from loraplex_kernels.plans import PlanTable, open_plans
 from loraplex_kernels.support import ARCHITECTURES, UnsupportedDeviceError, is_interpreted
 
-from loraplex_engine.artifact import ModelShape
+from loraplex_engine.artifact import ModelShape, without_login
 from loraplex_engine.attention.base import AttentionBackend
 from loraplex_engine.attention.setup import AttentionDevice, open_attention
 from loraplex_engine.config import (
@@ -204,7 +204,7 @@ def _open_lora(
             on_device=on_device,
         )
     except ValueError as error:
-        raise ConfigError(f"--store-url {config.store_url}: {error}") from error
+        raise ConfigError(f"--store-url {without_login(config.store_url)}: {error}") from error
 
 
 def warm_up(runner: ModelRunner, max_tokens: int, *, lora: LoraBackend | None = None) -> int:

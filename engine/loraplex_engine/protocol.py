@@ -315,6 +315,15 @@ class JournalReply(msgspec.Struct, frozen=True, kw_only=True, tag="journal_reply
     entries: list[JournalEntry]
 
 
+class AdapterLoadTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long adapters took to come to host memory from a tier, `disk` or `store`."""
+
+    loads_total: int  # since the engine's start
+    last_s: float
+    p50_s: float  # of the last 256, as is the next
+    p95_s: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for consoles and routers; counters are since this incarnation's start."""
 
@@ -363,6 +372,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     adapter_load_seconds_total: float = 0.0
+    adapter_load_times: dict[str, AdapterLoadTimes] = {}  # by tier, of those that loads came from
     # A GPU's; empty or 0 on a CPU.
     device_memory_bytes: dict[str, int] = {}  # by use, as planned at start: `device.memory_profile`
     graphs_captured: int = 0  # recorded decoding steps

@@ -16,6 +16,7 @@ import structlog
 
 from loraplex_engine.errors import ConfigError
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, REPLICA_TTL_S, ReplicaRecord
+from loraplex_engine.urls import redis_fault
 
 log = structlog.get_logger(__name__)
 
@@ -44,14 +45,12 @@ class ReplicaRegistry:
         refresh_s: float = REFRESH_S,
         ttl_s: int = REPLICA_TTL_S,
     ) -> None:
-        try:
-            self._redis = redis.Redis.from_url(
-                url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-            )
-        except ValueError as error:  # its text does not repeat the URL, which may hold a password
-            raise ConfigError(
-                f"--redis-url: {error}; use redis://host:port/0 or unix:///path"
-            ) from error
+        fault = redis_fault(url)
+        if fault is not None:
+            raise ConfigError(f"--redis-url: {fault}")
+        self._redis = redis.Redis.from_url(
+            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+        )
         self._describe = describe
         self._refresh_s = refresh_s
         self._ttl_s = ttl_s
@@ -81,7 +80,8 @@ class ReplicaRegistry:
             self._try(self._publish)
             self._changed.wait(self._refresh_s)
             self._changed.clear()
-        self._try(self._remove)
+        if self._published is not None:  # else it was not asked, and is not "reachable again"
+            self._try(self._remove)
 
     def _publish(self) -> None:
         record = self._describe()
@@ -93,8 +93,7 @@ class ReplicaRegistry:
 
     def _remove(self) -> None:
         if self._published is not None:
-            key, value = self._published
-            self._redis.eval(_REMOVE, 1, key, value)
+            self._redis.eval(_REMOVE, 1, *self._published)
 
     def _try(self, action: Callable[[], None]) -> None:
         try:

@@ -7,6 +7,7 @@ the API's own message, which already says what to do.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ TIMEOUT_S = 30.0
 UPLOAD_TIMEOUT_S = 300.0
 # A quota is set once what its period has used is counted: of millions of requests, half a minute or so.
 COUNTING_TIMEOUT_S = 300.0
+CHAT_TIMEOUT_S = 120.0  # without a word; a stream that says nothing has its pings
 
 Json = dict[str, Any]
 Progress = Callable[[int, int], None]  # bytes sent, bytes in all
@@ -298,9 +300,9 @@ class AdminClient:
         """A new one; its secret is in this answer and nowhere else."""
         return self._json("POST", _webhooks_path(tenant_id), json=body)
 
-    def webhooks(self, tenant_id: str | None) -> list[Json]:
-        """All of them."""
-        return list(self._pages(_webhooks_path(tenant_id)))
+    def webhooks(self, tenant_id: str | None, **filters: str) -> list[Json]:
+        """All of them, or those with `search` in the address or in what it is for."""
+        return list(self._pages(_webhooks_path(tenant_id), filters))
 
     def change_webhook(self, tenant_id: str | None, webhook_id: str, changes: Json) -> Json:
         """Change what is named in `changes`."""
@@ -322,9 +324,9 @@ class AdminClient:
 
     # ------------------------------------------------------------------------ prices and invoices
 
-    def price_books(self) -> list[Json]:
-        """All price books, without their prices."""
-        return list(self._pages("/price-books"))
+    def price_books(self, **filters: str) -> list[Json]:
+        """All price books, or those with `search` in their name, without their prices."""
+        return list(self._pages("/price-books", filters))
 
     def price_book(self, book_id: str) -> Json:
         """One with its prices."""
@@ -419,6 +421,33 @@ class AdminClient:
         response = self._call(method, path, **arguments)
         return cast(Json, response.json()) if response.content else {}
 
+    def chat(self, tenant_id: str, body: Json) -> Iterator[Json]:
+        """The frames of a playground's answer, as they come; the last one that counts has the usage.
+
+        Raises:
+            AdminApiError: refused, not reached, or broken off: an answer without its end is not whole.
+        """
+        path = f"/tenants/{tenant_id}/playground"
+        try:
+            with self._http.stream("POST", path, json=body, timeout=CHAT_TIMEOUT_S) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    frame = json.loads(data)
+                    if "error" in frame:
+                        error = frame["error"]
+                        raise AdminApiError(error["message"], status=None, code=error.get("code"))
+                    yield frame
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        raise AdminApiError("the answer broke off", status=None, code="incomplete_stream")
+
     def read(self, path: str) -> tuple[Json, str | None]:
         """A thing and its ETag, which `change` sends back."""
         response = self._call("GET", path)
@@ -457,14 +486,17 @@ class AdminClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.TransportError as error:
-            raise AdminApiError(
-                f"the control API at {self.control_url} cannot be reached ({error}): "
-                "is the fleet running?",
-                status=None,
-            ) from error
+            raise self._unreachable(error) from error
         if response.is_error:
             raise _refusal(response)
         return response
+
+    def _unreachable(self, error: httpx.TransportError) -> AdminApiError:
+        return AdminApiError(
+            f"the control API at {self.control_url} cannot be reached ({error}): "
+            "is the fleet running?",
+            status=None,
+        )
 
 
 def _webhooks_path(tenant_id: str | None) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from loraplex_engine.urls import http_fault, redis_fault
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -20,6 +22,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from loraplex_platform.urls import postgres_fault
 from loraplex_platform.variables import MIN_SECRET_CHARS, SECRETS_DIR
 
 
@@ -37,12 +40,38 @@ def _networks(text: str) -> str:
     return text
 
 
+def _sound(fault_of: Callable[[str], str | None]) -> AfterValidator:
+    def check(url: str | SecretStr) -> str | SecretStr:
+        fault = fault_of(url if isinstance(url, str) else url.get_secret_value())
+        if fault is not None:
+            raise ValueError(fault)
+        return url
+
+    return AfterValidator(check)
+
+
+def _store(url: str) -> str:
+    from loraplex_engine.artifact import (
+        AdapterStore,
+    )  # only where there is a store: it takes its time
+
+    AdapterStore(url)  # raises what says how to write it; opens nothing
+    return url
+
+
 ToolFormatName = Literal["auto", "hermes", "llama", "mistral"]
 Secret = Annotated[SecretStr, AfterValidator(_strong)]
+PostgresUrl = Annotated[SecretStr, _sound(postgres_fault)]
+RedisUrl = Annotated[SecretStr, _sound(redis_fault)]
+HttpUrl = Annotated[str, _sound(http_fault)]
+StoreUrl = Annotated[str, AfterValidator(_store)]
 
 
 class _Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="LORAPLEX_", frozen=True, extra="ignore")
+    # What is wrong with a secret is said without it, also by whoever lets the error end the process.
+    model_config = SettingsConfigDict(
+        env_prefix="LORAPLEX_", frozen=True, extra="ignore", hide_input_in_errors=True
+    )
 
     log_level: str = "info"
     log_format: str = "json"
@@ -68,7 +97,7 @@ class _Settings(BaseSettings):
 class DatabaseSettings(_Settings):
     """What a process needs to reach Postgres."""
 
-    database_url: SecretStr
+    database_url: PostgresUrl
     # The non-owner role that runtime connections switch to; migrations create it.
     database_role: str | None = "loraplex_app"
     database_pool_size: int = 20
@@ -85,7 +114,7 @@ class DatabaseSettings(_Settings):
 class RedisSettings(_Settings):
     """Where Redis is, for those who can do without."""
 
-    redis_url: SecretStr | None = None
+    redis_url: RedisUrl | None = None
 
 
 class MigrationSettings(DatabaseSettings):
@@ -145,7 +174,7 @@ class FailpointSettings(_Settings):
 class GatewaySettings(DatabaseSettings, ModelSettings, FailpointSettings):
     """The data plane."""
 
-    redis_url: SecretStr | None = None
+    redis_url: RedisUrl | None = None
     key_pepper: Secret
     salt_key: Secret
     gateway_host: str = "127.0.0.1"
@@ -187,28 +216,28 @@ class ControlSettings(
 ):
     """The admin API."""
 
-    redis_url: SecretStr | None = None
+    redis_url: RedisUrl | None = None
     key_pepper: Secret
     session_key: Secret
     admin_key: SecretStr
     # The first person who may log in: made at start, or brought in line if it differs.
     admin_email: str | None = None
     admin_password: SecretStr | None = None
-    store_url: str
+    store_url: StoreUrl
     control_host: str = "127.0.0.1"
     control_port: int = 8001
     # Whose X-Forwarded-For names the visitor at login: comma-separated networks, the console's above
     # all. Nobody's by default: whoever may send it may also evade the throttle.
     control_trusted_proxies: str = ""
-    gateway_url: str = "http://127.0.0.1:8000"
-    console_url: str = "http://127.0.0.1:8501"
+    gateway_url: HttpUrl = "http://127.0.0.1:8000"
+    console_url: HttpUrl = "http://127.0.0.1:8501"
     session_hours: float = 12.0
     # Login through an OpenID Connect provider, beside passwords; off without an issuer. People are
     # sent back to <control_public_url>/login/oidc/callback, which the provider must know.
-    oidc_issuer: str | None = None
+    oidc_issuer: HttpUrl | None = None
     oidc_client_id: str | None = None
     oidc_client_secret: SecretStr | None = None
-    control_public_url: str | None = None  # where browsers reach this API
+    control_public_url: HttpUrl | None = None  # where browsers reach this API
     # Where uploads lie until they are checked; beside the adapters if the store is a folder. Several control
     # processes must share it, or a balancer must send one upload's requests to one of them.
     quarantine_dir: Path | None = None
@@ -220,7 +249,7 @@ class ControlSettings(
     # Where adapters may be imported from: comma-separated prefixes such as hf://org/, s3://bucket/{tenant}/
     # or file:///srv/adapters/{tenant}/. Nowhere by default. See docs/operation.md for {tenant}.
     import_sources: str = ""
-    import_hub_url: str = "https://huggingface.co"
+    import_hub_url: HttpUrl = "https://huggingface.co"
     # Hosts beside the hub's own that its downloads may be sent on to, and all of their subdomains.
     import_hub_hosts: str = "huggingface.co,hf.co"
     import_hub_token: SecretStr | None = None
@@ -243,7 +272,7 @@ class ControlSettings(
 class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings, FailpointSettings):
     """Sweeper, journal puller, replica mirror, eval runs, rollouts."""
 
-    redis_url: SecretStr | None = None
+    redis_url: RedisUrl | None = None
     # Whose tokenizer and template eval runs need. None: this worker runs none.
     model_dir: Path | None = None
     base_model: str = "smollm2-135m"
@@ -264,6 +293,6 @@ class WorkerSettings(DatabaseSettings, IssuerSettings, WebhookSettings, Failpoin
 class ConsoleSettings(_Settings):
     """How the console is started; the app itself reads only the control URL."""
 
-    control_url: str = "http://127.0.0.1:8001"
+    control_url: HttpUrl = "http://127.0.0.1:8001"
     console_host: str = "127.0.0.1"
     console_port: int = Field(default=8501, ge=0, le=65535)

@@ -47,6 +47,8 @@ from tests.support.fake_engine import FakeEngine, Script
 from tests.support.postgres import serving_url
 from tests.support.processes import until
 
+# Of an answer, on a machine that others keep busy.
+_TIMEOUT_S = 60
 PASSWORD = "correct horse battery"
 BASE_ANSWER = "I am the base model. Please stop."
 ADAPTER_ANSWER = "Paris is the capital of France."
@@ -77,7 +79,7 @@ class Platform:
     def session(self, role: str = "admin") -> str:
         """The cookie of a user of that role who is logged in."""
         body = {"email": self.user(role), "password": PASSWORD}
-        with httpx.Client(base_url=self.control_url) as client:
+        with httpx.Client(base_url=self.control_url, timeout=_TIMEOUT_S) as client:
             answer = client.post("/admin/v1/sessions", json=body)
             assert answer.status_code == 201, answer.text
             return client.cookies[SESSION_COOKIE]
@@ -94,7 +96,7 @@ class Platform:
         invited = self.post(
             f"/tenants/{tenant_id}/invitations", json={"email": email, "role": role}
         )
-        with httpx.Client(base_url=self.control_url) as client:
+        with httpx.Client(base_url=self.control_url, timeout=_TIMEOUT_S) as client:
             body = {"token": invited["token"], "password": PASSWORD}
             joined = client.post("/admin/v1/invitations/accept", json=body)
             assert joined.is_success, joined.text
@@ -154,7 +156,7 @@ class Platform:
         body = {"model": model, "messages": [message], "max_tokens": 32, "user": user}
         headers = {"authorization": f"Bearer {secret}"}
         url = f"{self.gateway_url}/v1/chat/completions"
-        return httpx.post(url, json=body, headers=headers, timeout=30)
+        return httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S)
 
 
 @dataclass(kw_only=True)
@@ -295,7 +297,7 @@ def stand(
         if "error" in box:
             raise box["error"]
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        with httpx.Client(base_url=box["url"], headers=headers, timeout=30) as client:
+        with httpx.Client(base_url=box["url"], headers=headers, timeout=_TIMEOUT_S) as client:
             made = Stand(
                 control_url=box["url"],
                 gateway_url=box["gateway_url"],

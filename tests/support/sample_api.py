@@ -155,6 +155,8 @@ class SampleApi:
         if not content:
             return int(status), "application/json", b""
         kind = next(iter(content))
+        if kind == "text/event-stream":
+            return int(status), kind, b"data: [DONE]\n\n"
         if kind != "application/json":
             return int(status), kind, b"a document"
         value = self.sample(self._schema_of(operation))

@@ -47,6 +47,8 @@ def lines(
         return
     columns = [x, y, *([series] if series else [])]
     frame = pd.DataFrame([{name: row[name] for name in columns} for row in known])
+    if series:
+        frame[series] = [fmt.cell(name) for name in frame[series]]
     # What a clock shows there, given as if it were UTC: shown so wherever the reader is.
     frame["at"] = [
         datetime.fromtimestamp(unix_s, fmt.zone(zone)).replace(tzinfo=UTC) for unix_s in frame[x]
@@ -105,7 +107,9 @@ def bars(
     if not rows:
         st.info(empty)
         return
-    frame = pd.DataFrame(list(rows), columns=["name", "value"])
+    frame = pd.DataFrame(
+        [(fmt.cell(name), value) for name, value in rows], columns=["name", "value"]
+    )
     end = max(least_end, float(frame["value"].max()))
     chart = (
         alt.Chart(frame)
@@ -128,9 +132,10 @@ def bars(
 def split(parts: Sequence[tuple[str, float]], *, title: str, key: str) -> None:
     """One bar that is divided: who has which share, in percent."""
     st.markdown(f"**{title}** (% of traffic)")
-    frame = pd.DataFrame(list(parts), columns=["side", "share"])
+    order = [fmt.cell(name) for name, _ in parts]
+    frame = pd.DataFrame({"side": order, "share": [share for _, share in parts]})
+    frame["rank"] = range(len(parts))
     frame["text"] = [f"{share:.1%}" for share in frame["share"]]
-    order = [name for name, _ in parts]
     chart = (
         alt.Chart(frame)
         .mark_bar(height=28)
@@ -146,7 +151,6 @@ def split(parts: Sequence[tuple[str, float]], *, title: str, key: str) -> None:
             order=alt.Order("rank:Q"),
             tooltip=[alt.Tooltip("side:N", title="side"), alt.Tooltip("text:N", title="share")],
         )
-        .transform_calculate(rank=f"indexof({order!r}, datum.side)")
         .properties(height=_SPLIT_HEIGHT)
     )
     st.altair_chart(chart, key=key)

@@ -6,6 +6,8 @@ import unicodedata
 
 import streamlit as st
 
+from loraplex_admin import choices
+
 NOT_THE_NAME = "That is not the name. Nothing was done."
 
 
@@ -18,16 +20,18 @@ def by_name(label: str, *, name: str, consequence: str, button: str, key: str) -
         consequence: what happens then, in Markdown.
         key: begins the widgets' keys: `{key}_typed`, `{key}_go`.
     """
-    with st.expander(label, icon=":material/warning:", key=f"{key}_box"):
+    box, typed = f"{key}_box", f"{key}_typed"
+    with st.expander(label, icon=":material/warning:", key=choices.fresh(box)):
         st.warning(consequence)
         with st.form(key, border=False):
-            is_named = ask(name, key=f"{key}_typed")
+            is_named = ask(name, key=choices.fresh(typed))
             is_sent = st.form_submit_button(button, type="primary", key=f"{key}_go")
         if not is_sent:
             return False
         if not is_named:
             st.error(NOT_THE_NAME, icon=":material/error:")
             return False
+    choices.empty_when_done(box, typed)
     return True
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import streamlit as st
 
 from loraplex_admin import choices
+from loraplex_admin import format as fmt
 from loraplex_admin.api import ApiError
 from loraplex_admin.components import confirm
 from loraplex_admin.resources import Row
@@ -113,7 +114,7 @@ class Field:
         return typed.strip() or (None if self.is_optional else "")
 
     def _label(self, value: Any) -> str:  # noqa: ANN401 (as above)
-        return self.labels.get(value, str(value))
+        return fmt.cell(self.labels.get(value, str(value)))
 
     def say(self, value: Any) -> str:  # noqa: ANN401 (as above)
         """A value in words, for the difference."""
@@ -134,9 +135,12 @@ def once(name: str, body: Row) -> str:
 
 
 def done(name: str, fields: Sequence[Field] = ()) -> None:
-    """What the form was for is done: the next one is another one, and empty."""
+    """What the form was for is done: the next one is another one, empty, and folded away.
+
+    The fold is an expander with the key `choices.fresh(f"{name}_box")`: what was made is what is looked at next.
+    """
     st.session_state.pop(f"{name}_form", None)
-    choices.empty(*(f"{name}_{one.name}" for one in fields))
+    choices.empty(f"{name}_box", *(f"{name}_{one.name}" for one in fields))
 
 
 def create(
@@ -173,7 +177,9 @@ def create(
         for one in fields
         if not (one.is_optional and values[one.name] in (None, "", []))
     }
-    trouble = None if check is None else check(body)
+    trouble = _unchosen(fields, values)
+    if trouble is None and check is not None:
+        trouble = check(body)
     if trouble is not None:
         st.error(trouble, icon=":material/error:")
         return None
@@ -186,6 +192,16 @@ def create(
     if confirm_name is not None:
         choices.empty(typed_key)
     return answer
+
+
+def _unchosen(fields: Sequence[Field], values: Row) -> str | None:
+    """Which choice had nothing to choose from, for there is none or none was found; in words."""
+    empty = [
+        one.label
+        for one in fields
+        if one.kind == "choice" and not one.options and values[one.name] is None
+    ]
+    return f"Nothing is chosen as {empty[0]}: there is nothing to choose from." if empty else None
 
 
 def edit(
@@ -281,9 +297,9 @@ def _settle(
         [
             {
                 "field": one.label,
-                "when you opened it": one.say(opened.get(one.name)),
-                "now": one.say(now.get(one.name)),
-                "yours": one.say(mine[one.name]) if one.name in mine else "unchanged",
+                "when you opened it": fmt.cell(one.say(opened.get(one.name))),
+                "now": fmt.cell(one.say(now.get(one.name))),
+                "yours": fmt.cell(one.say(mine[one.name])) if one.name in mine else "unchanged",
             }
             for one in fields
             if one.name in mine or now.get(one.name) != opened.get(one.name)

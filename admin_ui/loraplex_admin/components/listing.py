@@ -13,9 +13,12 @@ from typing import Any
 import streamlit as st
 
 from loraplex_admin import choices
+from loraplex_admin import format as fmt
 from loraplex_admin.api import ApiError, Page
 from loraplex_admin.components import address
 from loraplex_admin.components.sentences import sentences
+
+_NOT_FOUND = 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Listing:
         is_main: the page's own list: its place in the address is `q`, `after`, `id`.
         can_open: rows are chosen, to see more of one.
         wraps: rows cannot be opened, and are sentences: shown in whole.
+        has_all: what is opened is read from this page's rows, so only what is among them can be.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Listing:
     is_main: bool = True
     can_open: bool = True
     wraps: bool = False
+    has_all: bool = False
 
     def show(self) -> str | None:
         """Draw it; the id of the row that is open, if one is (it need not be on this page)."""
@@ -92,10 +97,30 @@ class Listing:
             else:
                 st.info(self.empty, icon=":material/lightbulb:")
             self._pager(page, after)
-            return address.get(self._in_address("id"))
-        chosen = self._table(page)
-        self._pager(page, after)
+            chosen = address.get(self._in_address("id"))
+        else:
+            chosen = self._table(page)
+            self._pager(page, after)
+        if self.has_all and chosen not in (None, *(str(row["id"]) for row in page["data"])):
+            self.say_gone("it is gone, on another page of the list, or none of yours")
         return chosen
+
+    def refuse(self, error: ApiError) -> None:
+        """Say why what is open cannot be shown; an address may be older than the end of what it opens.
+
+        Whether it never was, is gone or belongs to somebody else is not said: the reader may not know.
+        """
+        if error.status == _NOT_FOUND:
+            self.say_gone("it is gone, or none of yours")
+        else:
+            choices.show_refusal(error)
+
+    def say_gone(self, why: str) -> None:
+        """Say that what is open cannot be shown, and offer to close it."""
+        st.warning(f"What this address opens is not here: {why}.", icon=":material/link_off:")
+        if st.button("Close it", key=f"{self.name}_close"):
+            self.open(None)
+            st.rerun()
 
     def open(self, id_: str | None) -> None:
         """Open a row (or none) at the next run, as if it had been chosen."""
@@ -138,7 +163,13 @@ class Listing:
 
     def _table(self, page: Page[Any]) -> str | None:
         ids = [str(row["id"]) for row in page["data"]]
-        rows = [self.columns.cells(row) for row in page["data"]]
+        rows = [
+            {
+                name: fmt.cell(text) if isinstance(text, str) else text
+                for name, text in self.columns.cells(row).items()
+            }
+            for row in page["data"]
+        ]
         # A choice is a row's place in the table: with other rows it is another table, or the place would
         # point at somebody else.
         times = st.session_state.get(f"{self.name}_times", 0)

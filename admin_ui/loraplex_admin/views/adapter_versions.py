@@ -94,7 +94,9 @@ def _move_alias(aliases: Collection, adapter: Adapter) -> None:
         for version in adapter["versions"]
         if version["status"] == "ready"
     }
-    with st.expander("Set or move an alias", icon=":material/label:", key="alias_box"):
+    with st.expander(
+        "Set or move an alias", icon=":material/label:", key=choices.fresh("alias_box")
+    ):
         moved = forms.create(
             "alias",
             (

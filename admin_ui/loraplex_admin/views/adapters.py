@@ -30,7 +30,7 @@ def render(api: Api, access: Access) -> None:
         _upload(api, tenant)
         _import(api, tenant)
     st.subheader("Adapters and versions")
-    open_id = Listing(
+    listing = Listing(
         "adapters",
         fetch=lambda **query: api.adapters(tenant["id"], **query),
         columns=Columns(
@@ -41,12 +41,13 @@ def render(api: Api, access: Access) -> None:
         search_label="Search adapters",
         empty="This tenant has no adapter yet. "
         + ("Upload the first one above." if can_write else "Its developers upload adapters."),
-    ).show()
+    )
+    open_id = listing.show()
     if open_id is not None:
         try:
             adapter = api.of_tenant(tenant["id"], "adapters").get(open_id)
         except ApiError as error:
-            choices.show_refusal(error)
+            listing.refuse(error)
         else:
             adapter_versions.show(api, tenant, cast(Adapter, adapter), can_write=can_write)
 
@@ -65,7 +66,7 @@ def _upload(api: Api, tenant: Tenant) -> None:
                 del st.session_state["uploaded"]
                 st.rerun()
     with (
-        st.expander("Upload an adapter", icon=":material/upload:", key="upload"),
+        st.expander("Upload an adapter", icon=":material/upload:", key=choices.fresh("upload")),
         # A form: nothing runs, and so nothing is drawn anew, while files are still on their way.
         st.form("upload_form", border=False),
     ):
@@ -102,7 +103,7 @@ def _upload(api: Api, tenant: Tenant) -> None:
                 return
     st.session_state["uploaded"] = answer
     # An uploaded file sits in this process's memory until its widget is gone.
-    choices.empty("upload_name", "upload_config", "upload_model")
+    choices.empty("upload", "upload_name", "upload_config", "upload_model")
     st.rerun()
 
 
@@ -122,7 +123,9 @@ def _import(api: Api, tenant: Tenant) -> None:
     """From where the server reaches: its bytes never pass the browser."""
     imports = api.of_tenant(tenant["id"], "adapter-imports")
     zone = tenant["billing_tz"]
-    with st.expander("Import an adapter", icon=":material/cloud_download:", key="import_box"):
+    with st.expander(
+        "Import an adapter", icon=":material/cloud_download:", key=choices.fresh("import_box")
+    ):
         made = forms.create(
             "import",
             (

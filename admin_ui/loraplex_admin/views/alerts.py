@@ -74,6 +74,7 @@ def render(api: Api, access: Access) -> None:
         if kind or span
         else "Nothing has called for attention. Set percents at which a limit alerts on *Limits*, and an address "
         "that is told on *Webhooks*.",
+        has_all=True,
     ).show()
     alert = next((one for one in found if one["id"] == open_id), None)
     if alert is not None:

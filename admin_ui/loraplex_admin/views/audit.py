@@ -57,6 +57,7 @@ def render(api: Api, access: Access) -> None:
         empty="Nothing matches. Take a filter out."
         if is_narrow
         else "Nothing has been changed here yet.",
+        has_all=True,
     ).show()
     entry = next((one for one in found if one["id"] == open_id), None)
     if entry is not None:

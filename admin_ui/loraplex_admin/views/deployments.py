@@ -54,7 +54,7 @@ def render(api: Api, access: Access) -> None:
         try:
             deployment = api.owned(tenant, "deployments").get(name)
         except ApiError as error:
-            choices.show_refusal(error)
+            listing.refuse(error)
         else:
             _open(api, tenant, deployment, listing, can_write=can_write)
     if tenant is not None:
@@ -167,7 +167,7 @@ def _content(form: Row) -> Row:
 
 
 def _deploy(api: Api, tenant: Tenant | None) -> None:
-    with st.expander("Deploy", icon=":material/rocket_launch:", key="deploy_box"):
+    with st.expander("Deploy", icon=":material/rocket_launch:", key=choices.fresh("deploy_box")):
         made = forms.create(
             "deploy",
             (
@@ -267,7 +267,9 @@ def _say(value: Any) -> str:  # noqa: ANN401 (whatever JSON has there)
 def _new_revision(api: Api, tenant: Tenant | None, name: str) -> None:
     revisions = api.owned(tenant, "deployments").under(name, "revisions")
     with st.expander(
-        "New revision, for a rollout or a pin", icon=":material/add:", key="revision_box"
+        "New revision, for a rollout or a pin",
+        icon=":material/add:",
+        key=choices.fresh("revision_box"),
     ):
         made = forms.create(
             "revision",
@@ -284,7 +286,7 @@ def _new_revision(api: Api, tenant: Tenant | None, name: str) -> None:
 def _pin(api: Api, tenant: Tenant, deployment: Row) -> None:
     name = deployment["name"]
     path = f"{api.of_tenant(tenant['id'], 'deployments').path}"
-    with st.expander("Pin to a revision", icon=":material/push_pin:", key="pin_box"):
+    with st.expander("Pin to a revision", icon=":material/push_pin:", key=choices.fresh("pin_box")):
         st.caption("The tenant's requests stay at it, whatever is deployed or rolled out.")
         made = forms.create(
             "pin",

@@ -51,7 +51,7 @@ def show(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) -
     try:
         _schedule(schedules, schedules.get(open_id), listing)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
 
 
 def _new_schedule(api: Api, tenant: Tenant, listing: Listing) -> None:
@@ -59,7 +59,9 @@ def _new_schedule(api: Api, tenant: Tenant, listing: Listing) -> None:
     deployments = api.of_tenant(tenant["id"], "deployments")
     if not deployments.page(limit=1)["data"]:
         return
-    with st.expander("New schedule", icon=":material/schedule:", key="new_schedule_box"):
+    with st.expander(
+        "New schedule", icon=":material/schedule:", key=choices.fresh("new_schedule_box")
+    ):
         rows = choices.from_many("deployments", deployments.page, key="new_schedule_deployment")
         names = [one["name"] for one in rows]
         all_suites = api.of_tenant(tenant["id"], "eval-suites")

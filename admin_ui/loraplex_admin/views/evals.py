@@ -74,7 +74,7 @@ def _suites(api: Api, tenant: Tenant, *, can_write: bool) -> dict[str, str]:
         try:
             _suite(api, tenant, suites.get(open_id), listing, can_write=can_write)
         except ApiError as error:
-            choices.show_refusal(error)
+            listing.refuse(error)
     return {one["id"]: one["name"] for one in suites.page(limit=choices.MAX_CHOICES)["data"]}
 
 
@@ -82,7 +82,9 @@ def _new_suite(api: Api, tenant: Tenant, listing: Listing) -> None:
     suites = api.of_tenant(tenant["id"], "eval-suites")
     with (
         st.expander(
-            "New suite, or a suite's next version", icon=":material/add:", key="new_suite_box"
+            "New suite, or a suite's next version",
+            icon=":material/add:",
+            key=choices.fresh("new_suite_box"),
         ),
         st.form("new_suite", border=False),
     ):
@@ -249,7 +251,7 @@ def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) 
     try:
         run = runs.get(open_id)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
         return
     with st.container(border=True):
         if run["state"] in _RUNNING:
@@ -292,7 +294,7 @@ def _new_run(api: Api, tenant: Tenant, listing: Listing) -> None:
             icon=":material/lightbulb:",
         )
         return
-    with st.expander("New run", icon=":material/play_arrow:", key="new_run_box"):
+    with st.expander("New run", icon=":material/play_arrow:", key=choices.fresh("new_run_box")):
         rows = choices.from_many("deployments", deployments.page, key="new_run_deployment")
         names = [one["name"] for one in rows]
         all_suites = api.of_tenant(tenant["id"], "eval-suites")
@@ -352,6 +354,7 @@ def _results(api: Api, tenant: Tenant, run: Row) -> None:
         ),
         empty="No case has an answer yet.",
         is_main=False,
+        has_all=True,
     ).show()
     result = next((one for one in found if one["id"] == open_id), None)
     if result is None:

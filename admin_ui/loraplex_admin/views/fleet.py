@@ -15,6 +15,7 @@ from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
 
+_LOAD_TIERS = {"store": "the store", "disk": "the copies on its disk"}
 _TIERS = {
     "adapters_resident": "in slots",
     "adapters_host": "in memory",
@@ -139,18 +140,27 @@ def _residency(replica: dict[str, Any], names: dict[str, list[str]]) -> None:
     )
 
 
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms"
+
+
 def _load_times(stats: dict[str, Any]) -> None:
-    """How long a load takes on the mean, and what is under way; from a store that is far it is seconds."""
-    loads, seconds = stats["adapter_loads_total"], stats["adapter_load_seconds_total"]
+    """How long loads take by tier, and what is under way; from a store that is far it is seconds."""
     figures = (
-        ("Loads", fmt.count(loads)),
-        ("A load, on the mean", f"{seconds / loads * 1000:,.0f} ms" if loads else "–"),
+        ("Loads", fmt.count(stats["adapter_loads_total"])),
         ("Under way", fmt.count(stats["adapters_loading"])),
         ("Failed", fmt.count(stats["adapter_load_failures_total"])),
         ("Let go", fmt.count(stats["adapter_evictions_total"])),
     )
     for column, (label, value) in zip(st.columns(len(figures)), figures, strict=True):
         column.metric(label, value)
+    for tier, name in _LOAD_TIERS.items():
+        times = stats["adapter_load_times"].get(tier)
+        if times is not None:
+            st.caption(
+                f"Loads from {name}: {fmt.count(times['loads_total'])}; last {_ms(times['last_s'])}, "
+                f"p50 {_ms(times['p50_s'])}, p95 {_ms(times['p95_s'])}"
+            )
     st.caption(
         f"{fmt.size(stats['adapter_host_bytes'])} of adapters in memory, {fmt.count(stats['adapters_disk'])} copies "
         f"on disk ({fmt.size(stats['adapter_disk_bytes'])})"
@@ -237,7 +247,9 @@ def _residency_wishes(api: Api, access: Access) -> None:
             return
         listing.open(None)
         choices.rerun_with_notice("Engines evict it like any other from now on.")
-    with st.expander("Keep an adapter in memory", icon=":material/push_pin:", key="keep_box"):
+    with st.expander(
+        "Keep an adapter in memory", icon=":material/push_pin:", key=choices.fresh("keep_box")
+    ):
         st.caption(
             "On every replica of its base, also those that start later, however seldom it is used."
         )

@@ -85,7 +85,9 @@ def render(api: Api, access: Access) -> None:
         return
     invoice = _found(api, open_id, tenant_id)
     if invoice is None:
-        st.error("This invoice is not of the tenant that is chosen. Choose its tenant above.")
+        listing.say_gone(
+            "it is gone, none of yours, or not of the tenant that is chosen. Choose its tenant above"
+        )
         return
     _invoice(api, invoice, listing, can_write=can_write)
 
@@ -268,7 +270,7 @@ def _draft(api: Api, tenant: Tenant, listing: Listing) -> None:
     invoices = api.of_tenant(tenant["id"], "invoices")
     today = datetime.now(UTC)
     months = [f"{year}-{month:02}" for year, month in _last_months(today.year, today.month, 13)]
-    with st.expander("Draft a month", icon=":material/add:", key="draft_box"):
+    with st.expander("Draft a month", icon=":material/add:", key=choices.fresh("draft_box")):
         made = forms.create(
             "draft",
             (
@@ -310,7 +312,9 @@ def _profile(api: Api, tenant: Tenant) -> None:
 
     now = read()
     with st.expander(
-        "Whom its invoices are made out to", icon=":material/contact_mail:", key="profile_box"
+        "Whom its invoices are made out to",
+        icon=":material/contact_mail:",
+        key=choices.fresh("profile_box"),
     ):
         if now["version"] is None:
             st.info(
@@ -318,6 +322,7 @@ def _profile(api: Api, tenant: Tenant) -> None:
             )
         saved = forms.edit(f"profile_{tenant['id']}", now, _PROFILE, save=save, reload=read)
     if saved is not None:
+        choices.empty("profile_box")
         choices.rerun_with_notice("Invoices without a number are made out so from now on.")
 
 
@@ -330,7 +335,9 @@ def _balance(api: Api, access: Access, tenant: Tenant) -> None:
     if not access.may("credit.write"):
         return
     adjustments = api.of_tenant(tenant["id"], "adjustments")
-    with st.expander("Credit or debit", icon=":material/add_card:", key="adjust_box"):
+    with st.expander(
+        "Credit or debit", icon=":material/add_card:", key=choices.fresh("adjust_box")
+    ):
         made = forms.create(
             "adjust",
             (

@@ -84,14 +84,15 @@ def render(api: Api, access: Access) -> None:
     try:
         key = keys.get(open_id)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
         return
     _key(api, tenant, key, grants, can_write=can_write)
 
 
 def _new_key(api: Api, tenant: Tenant, listing: Listing, grants: Field) -> None:
-    keys, projects = api.of_tenant(tenant["id"], "keys"), _projects(api, tenant)
-    with st.expander("New key", icon=":material/add:", key="new_key_box"):
+    keys = api.of_tenant(tenant["id"], "keys")
+    with st.expander("New key", icon=":material/add:", key=choices.fresh("new_key_box")):
+        projects = _projects(api, tenant)
         made = forms.create(
             "new_key",
             (
@@ -143,9 +144,10 @@ def _grant(text: str) -> Row:
 
 
 def _projects(api: Api, tenant: Tenant) -> dict[str, str]:
-    """The newest hundred by id."""
-    page = api.of_tenant(tenant["id"], "projects").page(limit=choices.MAX_CHOICES)
-    return {one["id"]: one["name"] for one in page["data"]}
+    """The newest, or those searched, by id."""
+    projects = api.of_tenant(tenant["id"], "projects")
+    rows = choices.from_many("projects", projects.page, key="new_key_project")
+    return {one["id"]: one["name"] for one in rows}
 
 
 def _grants_field(api: Api, tenant: Tenant) -> Field:
@@ -179,12 +181,15 @@ def _key(api: Api, tenant: Tenant, key: Row, grants: Field, *, can_write: bool) 
         st.caption(f"{fmt.code(key['redacted'])} · {fmt.code(key['id'])}")
         sentences(
             [
-                {"what": "may use", "it is": ", ".join(_SCOPES.get(s, s) for s in key["scopes"])},
-                {"what": "from", "it is": ", ".join(key["ip_allow"]) or "anywhere"},
+                {
+                    "what": "may use",
+                    "it is": fmt.cell(", ".join(_SCOPES.get(s, s) for s in key["scopes"])),
+                },
+                {"what": "from", "it is": fmt.cell(", ".join(key["ip_allow"])) or "anywhere"},
                 {"what": "may call", "it is": _say_grants(key, grants)},
                 {
                     "what": "made",
-                    "it is": f"{fmt.time(key['created_at'], zone)} by {key['created_by'] or '–'}",
+                    "it is": f"{fmt.time(key['created_at'], zone)} by {fmt.cell(key['created_by']) or '–'}",
                 },
                 {"what": "last used", "it is": fmt.time(key["last_used_at"], zone)},
                 {"what": "expires", "it is": fmt.time(key["expires_at"], zone)},
@@ -254,7 +259,9 @@ def _changed_body(body: Row) -> Row:
 def _rotate(api: Api, tenant: Tenant, key: Row) -> None:
     keys = api.of_tenant(tenant["id"], "keys")
     with st.expander(
-        "Rotate the secret", icon=":material/autorenew:", key=f"rotate_{key['id']}_box"
+        "Rotate the secret",
+        icon=":material/autorenew:",
+        key=choices.fresh(f"rotate_{key['id']}_box"),
     ):
         made = forms.create(
             f"rotate_{key['id']}",

@@ -85,7 +85,7 @@ def render(api: Api, access: Access) -> None:
             try:
                 _limit(api, limits.get(open_id), zone, listing)
             except ApiError as error:
-                choices.show_refusal(error)
+                listing.refuse(error)
     if tenant is not None:
         _effective(api, tenant)
 
@@ -170,7 +170,7 @@ def _name(limit: Row) -> str:
 def _new_limit(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     limits = api.of_platform("limits")
     scopes = _SCOPES[1:] if tenant else _SCOPES
-    with st.expander("New limit", icon=":material/add:", key="new_limit_box"):
+    with st.expander("New limit", icon=":material/add:", key=choices.fresh("new_limit_box")):
         made = forms.create(
             "new_limit",
             (
@@ -334,6 +334,8 @@ def _effective(api: Api, tenant: Tenant) -> None:
         )
     keys = {one["id"]: one for one in rows}
     if not keys:
+        if st.session_state.get(f"effective_key_{tenant['id']}_search", "").strip():
+            return  # it says already that none was found
         st.info(
             "This tenant has no key yet, so nobody calls. Make one under *API keys*.",
             icon=":material/lightbulb:",
@@ -349,7 +351,7 @@ def _effective(api: Api, tenant: Tenant) -> None:
     key_id = left.selectbox(
         "Key",
         list(keys),
-        format_func=lambda id_: f"{keys[id_]['name']} ({keys[id_]['redacted']})",
+        format_func=lambda id_: fmt.cell(f"{keys[id_]['name']} ({keys[id_]['redacted']})"),
         key=f"effective_key_{tenant['id']}",
     )
     deployment_id = right.selectbox(

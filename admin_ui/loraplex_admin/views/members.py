@@ -43,7 +43,9 @@ def render(api: Api, access: Access) -> None:
 
 def _invite(api: Api, tenant: Tenant) -> None:
     invitations = api.of_tenant(tenant["id"], "invitations")
-    with st.expander("Invite somebody", icon=":material/person_add:", key="invite_box"):
+    with st.expander(
+        "Invite somebody", icon=":material/person_add:", key=choices.fresh("invite_box")
+    ):
         made = forms.create(
             "invite",
             (
@@ -106,7 +108,7 @@ def _members(api: Api, tenant: Tenant, *, can_write: bool) -> None:
         try:
             _member(api, tenant, members.get(open_id), listing)
         except ApiError as error:
-            choices.show_refusal(error)
+            listing.refuse(error)
 
 
 def _member(api: Api, tenant: Tenant, member: Row, listing: Listing) -> None:

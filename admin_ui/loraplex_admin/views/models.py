@@ -18,7 +18,7 @@ def render(api: Api, _access: Access) -> None:
     st.title("Models")
     Listing(
         "models",
-        fetch=lambda after=None: api.of_platform("base-models").page(after=after),
+        fetch=api.of_platform("base-models").page,
         columns=Columns(
             lambda one: {
                 "name": fmt.cell(one["name"]),
@@ -30,6 +30,7 @@ def render(api: Api, _access: Access) -> None:
             },
         ),
         empty="No base model is registered: the control API registers its own when it starts.",
+        search_label="Search models",
         can_open=False,
         is_main=False,
     ).show()
@@ -37,8 +38,8 @@ def render(api: Api, _access: Access) -> None:
     st.caption("Replicas of one build give the same bits. A revision can be tied to one.")
     found: list[Row] = []
 
-    def fetch(after: str | None = None) -> Page[Row]:
-        page = api.of_platform("engine-builds").page(after=after)
+    def fetch(after: str | None = None, search: str | None = None) -> Page[Row]:
+        page = api.of_platform("engine-builds").page(after=after, search=search)
         found.extend(page["data"])
         return page
 
@@ -58,6 +59,8 @@ def render(api: Api, _access: Access) -> None:
             wide=("base", "replicas"),
         ),
         empty="No engine was ever seen here. Start one with `loraplex engine`.",
+        search_label="Search builds",
+        has_all=True,
     ).show()
     build = next((one for one in found if one["id"] == open_id), None)
     if build is None:

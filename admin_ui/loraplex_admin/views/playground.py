@@ -106,6 +106,8 @@ def _choose(
     ]
     numbers = {one["name"]: one["revision"]["number"] for one in rows}
     names = {name: name for name in numbers}
+    if not numbers and not is_optional:
+        return None  # none was found, which is said already
     name = choices.kept(
         "Beside it" if is_optional else "Deployment",
         {"": "nothing", **names} if is_optional else names,
@@ -119,8 +121,14 @@ def _choose(
     before = address.get(revision_name)
     if before is not None and before.rpartition("@")[0] not in ("", name):
         address.put(**{revision_name: None})  # of the deployment that was chosen before
-    page = deployments.under(name, "revisions").page()
-    revisions = {f"{name}@{one['number']}": one for one in page["data"]}
+    all_revisions = deployments.under(name, "revisions")
+    rows = [
+        *choices.from_many(
+            "revisions", all_revisions.page, key=f"{key}_revisions_{name}", by="number"
+        ),
+        *_revision_in_address(all_revisions, revision_name),
+    ]
+    revisions = {f"{name}@{one['number']}": one for one in rows}
     chosen = choices.kept(
         "Its revision",
         {
@@ -129,7 +137,7 @@ def _choose(
         },
         name=revision_name,
         key=f"{key}_revision_{name}",
-        help="The newest 50. An older one answers you alone: its clients notice nothing.",
+        help="An older one answers you alone: its clients notice nothing.",
     )
     if not chosen:
         return _Asked(name, f"deployment, revision {numbers[name]}")
@@ -148,6 +156,15 @@ def _named_in_address(deployments: Collection, name: str) -> list[Row]:
         if error.status != 404:
             raise
         return []
+
+
+def _revision_in_address(revisions: Collection, name: str) -> list[Row]:
+    """As `_named_in_address`, by its number: `capitals@3`."""
+    number = (address.get(name) or "").rpartition("@")[2]
+    if not number.isdecimal():
+        return []
+    page = revisions.page(search=number, limit=choices.MAX_CHOICES)
+    return [one for one in page["data"] if str(one["number"]) == number]
 
 
 def _say_revision(revision: Row, zone: str) -> str:

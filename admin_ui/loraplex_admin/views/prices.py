@@ -34,6 +34,7 @@ def render(api: Api, access: Access) -> None:
         fetch=books.page,
         columns=Columns(_cells, wide=("name",)),
         empty="There is no price book: nothing can be billed, so nothing is served. Draft one below, then publish it.",
+        search_label="Search price books",
     )
     open_id = listing.show()
     if can_write:
@@ -43,7 +44,7 @@ def render(api: Api, access: Access) -> None:
     try:
         _book(api, books.get(open_id), listing, can_write=can_write)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
 
 
 def _cells(book: Row) -> dict[str, object]:
@@ -59,7 +60,7 @@ def _cells(book: Row) -> dict[str, object]:
 def _new_book(api: Api, listing: Listing) -> None:
     books = api.of_platform("price-books")
     known = {one["id"]: one["name"] for one in books.page()["data"]}
-    with st.expander("New draft", icon=":material/add:", key="new_book_box"):
+    with st.expander("New draft", icon=":material/add:", key=choices.fresh("new_book_box")):
         made = forms.create(
             "new_book",
             (

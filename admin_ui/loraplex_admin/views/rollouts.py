@@ -94,7 +94,7 @@ def render(api: Api, access: Access) -> None:
     try:
         rollout = rollouts.get(open_id)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
         return
     with st.container(border=True):
         if rollout["state"] in _ACTIVE:
@@ -188,7 +188,6 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     if made is not None:
         listing.go_to_start()
         listing.open(made["id"])
-        choices.empty("new_rollout_box")  # folds it: what was made is what is looked at next
         choices.rerun_with_notice("The draft is there. Nothing happens before it is started.")
 
 

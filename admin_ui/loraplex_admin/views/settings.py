@@ -85,6 +85,7 @@ def _users(api: Api, access: Access) -> None:
         search_label="Search people",
         empty="Nobody may log in yet.",
         can_open=can_write,
+        has_all=True,
     )
     open_id = listing.show()
     if not can_write:
@@ -92,7 +93,9 @@ def _users(api: Api, access: Access) -> None:
     user = next((one for one in found if one["id"] == open_id), None)
     if user is not None:
         _user(api, access, user)
-    with st.expander("New operator", icon=":material/person_add:", key="new_user_box"):
+    with st.expander(
+        "New operator", icon=":material/person_add:", key=choices.fresh("new_user_box")
+    ):
         made = forms.create(
             "new_user",
             (
@@ -176,7 +179,9 @@ def _retention(api: Api, access: Access) -> None:
     )
     if not access.may("retention.write"):
         return
-    with st.expander("Change how long", icon=":material/auto_delete:", key="retention_box"):
+    with st.expander(
+        "Change how long", icon=":material/auto_delete:", key=choices.fresh("retention_box")
+    ):
         changed = forms.create(
             "retention",
             (

@@ -90,7 +90,7 @@ def render(api: Api, access: Access) -> None:
     try:
         tenant = api.all_tenants.get(open_id)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
         return
     _tenant(api, access, tenant, listing)
 
@@ -106,7 +106,7 @@ def _cells(tenant: Row) -> dict[str, object]:
 
 
 def _new_tenant(api: Api, listing: Listing) -> None:
-    with st.expander("New tenant", icon=":material/add:", key="new_tenant_box"):
+    with st.expander("New tenant", icon=":material/add:", key=choices.fresh("new_tenant_box")):
         made = forms.create(
             "new_tenant",
             (
@@ -162,7 +162,9 @@ def _scheduling(api: Api, access: Access, tenant_id: str) -> None:
     path = f"/tenants/{tenant_id}/scheduling"
     now = _as_text(api.read(path))
     with st.expander(
-        "How urgent its requests are", icon=":material/low_priority:", key="scheduling"
+        "How urgent its requests are",
+        icon=":material/low_priority:",
+        key=choices.fresh("scheduling_box"),
     ):
         st.dataframe(
             [{one.label: one.say(now[one.name]) for one in _SCHEDULING}],
@@ -179,6 +181,7 @@ def _scheduling(api: Api, access: Access, tenant_id: str) -> None:
             reload=lambda: _as_text(api.read(path)),
         )
     if saved is not None:
+        choices.empty("scheduling_box")
         choices.rerun_with_notice("Its requests are scheduled so from the next one on.")
 
 
@@ -221,6 +224,7 @@ def _projects(api: Api, access: Access, tenant_id: str) -> None:
                 },
                 wide=("name",),
             ),
+            search_label="Search projects",
             empty="No project yet. One has keys, limits and reports of its own within the tenant.",
             is_main=False,
         )
@@ -228,7 +232,10 @@ def _projects(api: Api, access: Access, tenant_id: str) -> None:
         if not access.may("project.write", tenant_id):
             return
         if open_id is not None:
-            _project(api, tenant_id, open_id, listing)
+            try:
+                _project(api, tenant_id, open_id, listing)
+            except ApiError as error:
+                listing.refuse(error)
         made = forms.create(
             "new_project",
             (Field("name", "Name of a new project", max_chars=80),),

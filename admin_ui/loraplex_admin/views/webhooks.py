@@ -47,7 +47,7 @@ def render(api: Api, access: Access) -> None:
         st.caption("The operator's own: they are told of all tenants.")
     listing = Listing(
         "webhooks",
-        fetch=lambda after=None: hooks.page(after=after),
+        fetch=hooks.page,
         columns=Columns(
             lambda one: {
                 "address": fmt.cell(one["url"]),
@@ -61,6 +61,7 @@ def render(api: Api, access: Access) -> None:
         ),
         empty="Nobody is told of anything yet. "
         + ("Add an address below." if can_write else "Owners and admins add addresses."),
+        search_label="Search webhooks",
     )
     open_id = listing.show()
     if can_write:
@@ -70,7 +71,7 @@ def render(api: Api, access: Access) -> None:
     try:
         _webhook(hooks, hooks.get(open_id), zone, listing, can_write=can_write)
     except ApiError as error:
-        choices.show_refusal(error)
+        listing.refuse(error)
 
 
 def _fields() -> tuple[Field, ...]:
@@ -89,7 +90,7 @@ def _fields() -> tuple[Field, ...]:
 
 
 def _new_webhook(hooks: Collection, listing: Listing) -> None:
-    with st.expander("New webhook", icon=":material/add:", key="new_webhook_box"):
+    with st.expander("New webhook", icon=":material/add:", key=choices.fresh("new_webhook_box")):
         made = forms.create(
             "new_webhook",
             _fields(),
@@ -191,7 +192,9 @@ def _change(hooks: Collection, hook: Row, listing: Listing) -> None:
     )
     if saved is not None:
         choices.rerun_with_notice("The webhook is changed.")
-    with st.expander("Rotate the secret", icon=":material/autorenew:", key=f"rotate_{id_}_box"):
+    with st.expander(
+        "Rotate the secret", icon=":material/autorenew:", key=choices.fresh(f"rotate_{id_}_box")
+    ):
         made = forms.create(
             f"rotate_{id_}",
             (

@@ -39,9 +39,11 @@ from loraplex_engine.errors import (
     PinRefusedError,
     RequestRejectedError,
 )
+from loraplex_engine.lora.load_meter import LoadMeter
 from loraplex_engine.lora.load_queue import LoadQueue
 from loraplex_engine.lora.loader import AdapterLoader, Loaded, LoadTier, Packed
 from loraplex_engine.lora.shares import Capacity, Shares, fair_slots, split_slots
+from loraplex_engine.protocol import AdapterLoadTimes
 from loraplex_engine.request import BlockReason
 
 log = structlog.get_logger(__name__)
@@ -77,6 +79,7 @@ class PoolStats:
     load_failures_total: int
     evictions_total: int
     load_seconds_total: float
+    load_times: dict[str, AdapterLoadTimes]  # by tier
 
 
 @dataclass(slots=True)
@@ -177,6 +180,7 @@ class LoraPool(Generic[Packed]):
         self._tidied_at_s = -math.inf
         self._loads = self._load_failures = self._evictions = 0
         self._load_seconds = 0.0
+        self._load_meter = LoadMeter()
 
     # ------------------------------------------------------------------------- for the scheduler
 
@@ -370,6 +374,7 @@ class LoraPool(Generic[Packed]):
             load_failures_total=self._load_failures,
             evictions_total=self._evictions,
             load_seconds_total=self._load_seconds,
+            load_times=self._load_meter.read(),
         )
 
     def check(self) -> None:
@@ -501,6 +506,7 @@ class LoraPool(Generic[Packed]):
             self._sizes.popitem(last=False)
         self._check_pinned_bytes(loaded.digest)
         self._trim()
+        self._load_meter.note(loaded.tier, loaded.load_s)
         if self.observe_load is not None:
             self.observe_load(loaded.tier, loaded.load_s)
         log.info(

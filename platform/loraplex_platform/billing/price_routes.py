@@ -25,7 +25,7 @@ from loraplex_platform.billing.price_schemas import (
 )
 from loraplex_platform.control.context import DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -61,12 +61,13 @@ async def create_price_book(
 
 @router.get("")
 @requires("price.read")
-async def list_price_books(page: Paging, session: DbSession) -> ListPage[PriceBookResource]:
-    """Every book, newest first."""
+async def list_price_books(
+    page: Paging, session: DbSession, search: Search = None
+) -> ListPage[PriceBookResource]:
+    """Every book, newest first. `search`: in the name."""
     current = await price_queries.current_book_id(session)
-    rows, has_more = await fetch(
-        session, price_queries.all_books(), PriceBook.id, page, "price_book"
-    )
+    statement = holding(price_queries.all_books(), search, PriceBook.name)
+    rows, has_more = await fetch(session, statement, PriceBook.id, page, "price_book")
     return to_list(rows, has_more, lambda book: show_book(book, is_in_force=book.id == current))
 
 

@@ -21,12 +21,21 @@ IMPORT_POLL_S = 0.5
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="LoRA adapters of tenants.")
 
+FolderArgument = Annotated[
+    Path, typer.Argument(help="PEFT folder: adapter_config.json, adapter_model.safetensors.")
+]
+ProbeOption = Annotated[
+    bool,
+    typer.Option(
+        "--probe/--no-probe",
+        help="Ask it some questions beside the base, or only check its files: many times faster.",
+    ),
+]
+
 
 @app.command()
 def upload(
-    folder: Annotated[
-        Path, typer.Argument(help="PEFT folder: adapter_config.json, adapter_model.safetensors.")
-    ],
+    folder: FolderArgument,
     tenant: TenantOption,
     name: Annotated[
         str | None, typer.Option(show_default="the folder's", help="Name of the adapter.")
@@ -34,13 +43,7 @@ def upload(
     deploy_as: Annotated[
         str | None, typer.Option("--deploy", help="Deploy it at once under this model name.")
     ] = None,
-    is_probed: Annotated[
-        bool,
-        typer.Option(
-            "--probe/--no-probe",
-            help="Ask it some questions beside the base, or only check its files: many times faster.",
-        ),
-    ] = True,
+    is_probed: ProbeOption = True,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -132,13 +135,7 @@ def import_adapter(
         ),
     ],
     tenant: TenantOption,
-    is_probed: Annotated[
-        bool,
-        typer.Option(
-            "--probe/--no-probe",
-            help="Ask it some questions beside the base, or only check its files: many times faster.",
-        ),
-    ] = True,
+    is_probed: ProbeOption = True,
     is_waiting: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Stay until it has ended.")
     ] = True,
@@ -368,9 +365,7 @@ def unretire(
 
 @app.command()
 def merge(
-    folder: Annotated[
-        Path, typer.Argument(help="PEFT folder: adapter_config.json, adapter_model.safetensors.")
-    ],
+    folder: FolderArgument,
     model: Annotated[str, typer.Option(help="The base: a folder, or what `models pull` takes.")],
     out: Annotated[Path, typer.Option(help="The new folder.")],
     force: Annotated[

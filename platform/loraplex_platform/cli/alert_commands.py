@@ -9,24 +9,28 @@ from typing import Annotated, Any
 import typer
 
 from loraplex_platform.cli.errors import CommandError
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import moment_of, printable
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    LimitOption,
+    OnlyTenantOption,
+    open_admin,
+)
+from loraplex_platform.cli.output import JsonLinesOption, moment_of, printable
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 
 
 def alerts(
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", "-t", help="Only of this tenant (slug or id).")
-    ] = None,
+    tenant: OnlyTenantOption = None,
     kind: Annotated[
         str | None, typer.Option(help="Only of this kind, such as limit_threshold.")
     ] = None,
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="Only of the last 30m, 12h or 7d.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    limit: LimitOption = 50,
+    as_json: JsonLinesOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:

@@ -9,17 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from loraplex_platform.cli.errors import EXIT_FAILED, CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import JsonOption, print_json, printable
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    LimitOption,
+    OnlyTenantOption,
+    open_admin,
+)
+from loraplex_platform.cli.output import JsonLinesOption, JsonOption, print_json, printable
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="The audit log.")
 
 
 @app.command("list")
 def list_entries(
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", "-t", help="Only of this tenant (slug or id).")
-    ] = None,
+    tenant: OnlyTenantOption = None,
     action: Annotated[
         str | None, typer.Option(help="Only this action; `api_key.*`: all that begin so.")
     ] = None,
@@ -27,8 +31,8 @@ def list_entries(
     target: Annotated[
         str | None, typer.Option("--object", help="Only about the object with this id.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    limit: LimitOption = 50,
+    as_json: JsonLinesOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:

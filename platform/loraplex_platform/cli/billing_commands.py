@@ -9,12 +9,14 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import (
+    AnyTenantOption,
     ControlUrlOption,
     DataDirOption,
+    DescriptionOption,
     TenantOption,
     open_admin,
 )
-from loraplex_platform.cli.output import JsonOption, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, SearchOption, print_json, print_rows, searched
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -44,6 +46,7 @@ _KINDS = {"bas": "base_model", "adp": "adapter", "dep": "deployment"}
 
 @prices.command("list")
 def list_books(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -55,7 +58,7 @@ def list_books(
       loraplex prices list
     """
     with open_admin(data_dir, control_url) as admin:
-        books = admin.price_books()
+        books = admin.price_books(**searched(search))
     if as_json:
         print_json(books)
         return
@@ -408,9 +411,7 @@ def list_credits(
 
 @invoices.command("list")
 def list_invoices(
-    tenant: Annotated[
-        str | None, typer.Option("--tenant", "-t", help="Slug or id.", show_default="all")
-    ] = None,
+    tenant: AnyTenantOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -599,7 +600,7 @@ def recipient(
     address: Annotated[
         str | None, typer.Option(show_default="as it is", help="Lines, separated by '|'.")
     ] = None,
-    email: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    email: DescriptionOption = None,
     tax_id: Annotated[str | None, typer.Option(show_default="as it is", help="Theirs.")] = None,
     tax_label: Annotated[
         str | None, typer.Option(show_default="as it is", help="Such as VAT.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Annotated, cast
 
 import typer
+from loraplex_engine.urls import redis_fault
 
 from loraplex_platform.cli import (
     adapter_commands,
@@ -24,6 +25,7 @@ from loraplex_platform.cli import (
     member_commands,
     outbox_commands,
     plan_commands,
+    playground_command,
     process_commands,
     reconcile_commands,
     report_commands,
@@ -35,8 +37,22 @@ from loraplex_platform.cli import (
     webhook_commands,
 )
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, ToolFormat, open_admin
-from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    ToolFormat,
+    open_admin,
+    sound_url,
+)
+from loraplex_platform.cli.output import (
+    JsonOption,
+    SearchOption,
+    moment_of,
+    print_json,
+    print_rows,
+    searched,
+)
+from loraplex_platform.urls import postgres_fault
 
 _LOCAL = "On this machine"
 _PROCESSES = "Processes of a fleet"
@@ -70,6 +86,7 @@ app.command()(limit_commands.explain)
 app.add_typer(billing_commands.prices, name="prices")
 app.add_typer(billing_commands.credits, name="credits")
 app.add_typer(billing_commands.invoices, name="invoices")
+app.command()(playground_command.playground)
 app.command()(report_commands.usage)
 app.command()(report_commands.requests)
 app.command(rich_help_panel=_OPERATION)(report_commands.overview)
@@ -116,6 +133,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LORAPLEX_DATABASE_URL",
+            callback=sound_url(postgres_fault),
             show_default="an embedded Postgres",
             help="Postgres, through a login that may make tables and roles.",
         ),
@@ -124,6 +142,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LORAPLEX_SERVE_DATABASE_URL",
+            callback=sound_url(postgres_fault),
             show_default="one made at the start",
             help="The same Postgres through the login of the serving processes, a member of the "
             "role loraplex_app and of no other.",
@@ -131,7 +150,12 @@ def up(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(envvar="LORAPLEX_REDIS_URL", show_default="an embedded Redis", help="Redis."),
+        typer.Option(
+            envvar="LORAPLEX_REDIS_URL",
+            callback=sound_url(redis_fault),
+            show_default="an embedded Redis",
+            help="Redis.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the engine: auto, bfloat16 or float32.")
@@ -276,6 +300,7 @@ def pull(
 
 @models.command("list")
 def list_models(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -284,10 +309,10 @@ def list_models(
 
     Example:
 
-      loraplex models list
+      loraplex models list --search smollm
     """
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/base-models"))
+        found = list(admin.pages("/base-models", **searched(search)))
     if as_json:
         print_json(found)
         return

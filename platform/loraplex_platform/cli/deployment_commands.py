@@ -9,7 +9,13 @@ import typer
 
 from loraplex_platform.cli.adapter_commands import find_version
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    WhyOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, day_of, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -275,8 +281,8 @@ def diff(
     """
     with open_admin(data_dir, control_url) as admin:
         path = f"{_path(admin, tenant)}/{name}"
-        old = _revision_named(admin, path, before)
-        new = _revision_named(admin, path, after)
+        old = revision_named(admin, path, before)
+        new = revision_named(admin, path, after)
         found = admin.call("GET", f"{path}/revisions/{new}", against=old)
     if as_json:
         print_json(found)
@@ -411,7 +417,7 @@ def remove_alias(
 def set_pin(
     name: NameArgument,
     tenant: TenantOption,
-    reason: Annotated[str, typer.Option(help="Why: for whoever finds it later.")],
+    reason: WhyOption,
     revision: Annotated[
         str | None, typer.Option(show_default="the current one", help="rev_..., or its number.")
     ] = None,
@@ -434,10 +440,9 @@ def set_pin(
     with open_admin(data_dir, control_url) as admin:
         tenant_id = str(admin.tenant(tenant)["id"])
         own = f"/tenants/{tenant_id}/deployments/{name}"
-        is_own = _read_if_any(admin, own)[0] is not None
-        where = own if is_own else f"/deployments/{name}"
+        where = where_answered(admin, tenant_id, name)
         body: dict[str, Any] = {
-            "revision_id": _revision_named(admin, where, revision),
+            "revision_id": revision_named(admin, where, revision),
             "until": None if until is None else _midnight(until),
             "reason": reason,
         }
@@ -512,6 +517,12 @@ def _path(admin: AdminClient, tenant: str | None) -> str:
     return f"/tenants/{admin.tenant(tenant)['id']}/deployments"
 
 
+def where_answered(admin: AdminClient, tenant_id: str, name: str) -> str:
+    """The path of what answers a tenant under a model id: its own deployment, else the platform's."""
+    own = f"/tenants/{tenant_id}/deployments/{name}"
+    return own if _read_if_any(admin, own)[0] is not None else f"/deployments/{name}"
+
+
 def _read_if_any(admin: AdminClient, path: str) -> tuple[dict[str, Any] | None, str | None]:
     from loraplex_platform.admin_client import AdminApiError
 
@@ -584,7 +595,8 @@ def _merged(defaults: dict[str, Any], changes: list[str]) -> dict[str, Any]:
     return merged
 
 
-def _revision_named(admin: AdminClient, path: str, wanted: str | None) -> str:
+def revision_named(admin: AdminClient, path: str, wanted: str | None) -> str:
+    """A revision's id, by its number or itself, of the deployment at `path`; None: the current one."""
     if wanted is None:
         return str(admin.read(path)[0]["revision"]["id"])
     if not wanted.isdigit():

@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import EXIT_USAGE
 from loraplex_platform.cli.options import DataDirOption
+from loraplex_platform.cli.output import OneJsonOption
 
 if TYPE_CHECKING:
     from loraplex_platform.doctor.findings import Answer, Check
@@ -31,7 +32,7 @@ def doctor(
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
     list_checks: Annotated[bool, typer.Option("--list", help="Only name the checks.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: OneJsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
 ) -> None:
     """Look for what is wrong with this machine or configuration, and say the remedy.

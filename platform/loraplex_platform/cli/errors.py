@@ -42,10 +42,13 @@ def _explain(error: Exception) -> int | None:
     Looks only at modules that are loaded: an error's class always is.
     """
     if _is_a(error, "pydantic", "ValidationError"):
-        _say("the settings are not complete or not valid:")
-        for fault in error.errors(include_input=False, include_url=False):  # type: ignore[attr-defined] # pydantic's
-            name = "LORAPLEX_" + "_".join(str(part) for part in fault["loc"]).upper()
-            sys.stderr.write(f"  {name}: {fault['msg']}\n")
+        # Not what was given: it may be a secret.
+        faults = error.errors(include_input=False, include_url=False)  # type: ignore[attr-defined] # pydantic's
+        lines = [_fault(fault) for fault in faults]
+        if len(lines) == 1:
+            _say(lines[0])
+        else:
+            _say("\n  ".join(["the settings are not complete or not valid:", *lines]))
         return EXIT_USAGE
     expected = (
         ("loraplex_platform.local.errors", "LocalModeError"),
@@ -62,6 +65,12 @@ def _explain(error: Exception) -> int | None:
         return None
     _say(str(error))
     return EXIT_FAILED
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    name = "_".join(str(part) for part in fault["loc"]).upper()
+    text = str(fault["msg"]).removeprefix("Value error, ")
+    return f"LORAPLEX_{name}: {text}" if name else text
 
 
 def _is_a(error: Exception, module: str, name: str) -> bool:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    LimitOption,
+    TenantOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -39,6 +45,7 @@ OwnerOption = Annotated[
 ]
 SuiteArgument = Annotated[str, typer.Argument(help="The suite's name or id, evs_...")]
 RunArgument = Annotated[str, typer.Argument(help="The run's id, evr_...")]
+ScheduleArgument = Annotated[str, typer.Argument(metavar="SCHEDULE", help="Its id, evd_...")]
 VersionOption = Annotated[
     int | None, typer.Option("--version", min=1, show_default="the newest", help="Of the suite.")
 ]
@@ -158,7 +165,7 @@ def list_things(
         Literal["suites", "runs", "schedules"], typer.Argument(help="Of what.")
     ] = "suites",
     tenant: OwnerOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 50,
+    limit: LimitOption = 50,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -449,7 +456,7 @@ def create_schedule(
 
 @schedule.command()
 def switch(
-    schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE", help="Its id, evd_...")],
+    schedule_id: ScheduleArgument,
     state: Annotated[Literal["on", "off"], typer.Argument(help="on or off.")],
     tenant: TenantOption,
     data_dir: DataDirOption = Path(".loraplex"),
@@ -469,7 +476,7 @@ def switch(
 
 @schedule.command("delete")
 def delete_schedule(
-    schedule_id: Annotated[str, typer.Argument(metavar="SCHEDULE", help="Its id, evd_...")],
+    schedule_id: ScheduleArgument,
     tenant: TenantOption,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

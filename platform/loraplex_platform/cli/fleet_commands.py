@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from loraplex_platform.cli.adapter_commands import VersionArgument, find_version
 from loraplex_platform.cli.errors import CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, TenantOption, open_admin
-from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    TenantOption,
+    WhyOption,
+    open_admin,
+)
+from loraplex_platform.cli.output import (
+    JsonOption,
+    SearchOption,
+    moment_of,
+    print_json,
+    print_rows,
+    searched,
+)
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient, Json
@@ -27,18 +40,21 @@ residency = typer.Typer(
 
 @builds.command("list")
 def list_builds(
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
     """List engine builds, newest first, and the replicas that run each now.
 
+    They are searched by fingerprint and base model.
+
     Example:
 
       loraplex engine-builds list
     """
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/engine-builds"))
+        found = list(admin.pages("/engine-builds", **searched(search)))
     if as_json:
         print_json(found)
         return
@@ -62,7 +78,7 @@ def fleet(
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
-    """Show the replicas and gateways that are there now: load, queue, memory, adapters.
+    """Show the replicas and gateways that are there now: load, queue, memory, adapters and how long they load.
 
     Example:
 
@@ -75,6 +91,9 @@ def fleet(
         return
     header = ("REPLICA", "STATE", "DEVICE", "DTYPE", "RUNNING", "WAITING", "KV", "ADAPTERS")
     print_rows([(*header, "TOKENS/s", "FINGERPRINT"), *map(_replica_row, found["replicas"])])
+    loads = [row for replica in found["replicas"] for row in _load_rows(replica)]
+    if loads:
+        print_rows([("REPLICA", "LOADS FROM", "LOADS", "LAST", "P50", "P95"), *loads])
     rows = [(one["gateway_id"], moment_of(one["last_seen_at"])) for one in found["gateways"]]
     print_rows([("GATEWAY", "SEEN"), *rows])
 
@@ -97,11 +116,24 @@ def _replica_row(replica: Json) -> tuple[object, ...]:
     )
 
 
+def _load_rows(replica: Json) -> list[tuple[object, ...]]:
+    times = (replica["stats"] or {}).get("adapter_load_times", {})
+    return [
+        (
+            replica["replica_id"],
+            tier,
+            found["loads_total"],
+            *(f"{found[name] * 1000:,.0f} ms" for name in ("last_s", "p50_s", "p95_s")),
+        )
+        for tier, found in sorted(times.items())
+    ]
+
+
 @residency.command("add")
 def add_residency(
     version: VersionArgument,
     tenant: TenantOption,
-    reason: Annotated[str, typer.Option(help="Why: for whoever finds it later.")],
+    reason: WhyOption,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from loraplex_engine.urls import http_fault
 
 from loraplex_platform.cli.errors import CommandError
 
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
 # As `settings.ToolFormatName`, which `--help` does not wait for.
 ToolFormat = Literal["auto", "hermes", "llama", "mistral"]
 
+
+def sound_url(fault_of: Callable[[str], str | None]) -> Callable[[str | None], str | None]:
+    """A flag's callback: refuses a URL that cannot be used, in words that have nothing of it."""
+
+    def check(url: str | None) -> str | None:
+        fault = None if url is None else fault_of(url)
+        if fault is not None:
+            raise typer.BadParameter(fault)
+        return url
+
+    return check
+
+
 DataDirOption = Annotated[
     Path,
     typer.Option(envvar="LORAPLEX_DATA_DIR", help="Data, secrets and logs of a local fleet."),
@@ -24,11 +39,21 @@ ControlUrlOption = Annotated[
     str | None,
     typer.Option(
         envvar="LORAPLEX_CONTROL_URL",
+        callback=sound_url(http_fault),
         show_default="that of the running local fleet",
         help="Address of the control API.",
     ),
 ]
 TenantOption = Annotated[str, typer.Option("--tenant", "-t", help="Slug or id of the tenant.")]
+AnyTenantOption = Annotated[
+    str | None, typer.Option("--tenant", "-t", help="Slug or id.", show_default="all")
+]
+OnlyTenantOption = Annotated[
+    str | None, typer.Option("--tenant", "-t", help="Only of this tenant (slug or id).")
+]
+LimitOption = Annotated[int, typer.Option(min=1, help="How many, newest first.")]
+DescriptionOption = Annotated[str | None, typer.Option(show_default="as it is", help="For people.")]
+WhyOption = Annotated[str, typer.Option(help="Why: for whoever finds it later.")]
 
 
 def open_admin(data_dir: Path, control_url: str | None) -> AdminClient:

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+SearchOption = Annotated[
+    str | None, typer.Option(show_default="all", help="Only those with this in the name.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the API's JSON, for programs.")]
+OneJsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+
+
+def searched(search: str | None) -> dict[str, str]:
+    """As a list's filter; none where nothing is searched for."""
+    return {} if search is None else {"search": search}
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 (any JSON)

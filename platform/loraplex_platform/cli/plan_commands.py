@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from loraplex_platform.cli.errors import CommandError
+from loraplex_platform.cli.output import OneJsonOption
 
 if TYPE_CHECKING:
     from loraplex_platform.planning.capacity import Capacity, Machine, Model, Workload
@@ -151,7 +152,7 @@ def plan(
             help="USD an hour that an API asks to host one adapter.", rich_help_panel=_MONEY
         ),
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: OneJsonOption = False,
 ) -> None:
     """Work out memory, machines and cost for a workload, and when not to self-host.
 

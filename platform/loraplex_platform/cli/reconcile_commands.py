@@ -10,6 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError
 from loraplex_platform.cli.options import DataDirOption, find_database
+from loraplex_platform.cli.output import OneJsonOption
 
 if TYPE_CHECKING:
     from loraplex_platform.metering.invariants import InvariantReport
@@ -29,7 +30,7 @@ def reconcile(
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Keep the result, for the console to show.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: OneJsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
 ) -> None:
     """Check all invariants and the token identity, on one snapshot of the database.

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from loraplex_platform.cli.errors import CommandError
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.options import (
+    AnyTenantOption,
+    ControlUrlOption,
+    DataDirOption,
+    LimitOption,
+    open_admin,
+)
 from loraplex_platform.cli.output import JsonOption, moment_of, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -30,10 +36,6 @@ Group = Literal[
 # As `metering.records.Arm`; a test compares them.
 ArmName = Literal["stable", "canary", "shadow", "pinned", "named"]
 _USAGE_PAGE = 100
-
-AnyTenantOption = Annotated[
-    str | None, typer.Option("--tenant", "-t", help="Slug or id.", show_default="all")
-]
 
 
 def usage(
@@ -152,7 +154,7 @@ def requests(
         ArmName | None,
         typer.Option(help="Only those of one side of a rollout, or of no rollout: pinned, named."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: LimitOption = 20,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

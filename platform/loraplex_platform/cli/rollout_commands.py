@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
+from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, LimitOption, open_admin
 from loraplex_platform.cli.output import JsonOption, moment_of, print_json
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def list_rollouts(
         str | None, typer.Option("--deployment", "-d", help="Only of it.")
     ] = None,
     state: Annotated[str | None, typer.Option(help="Only in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: LimitOption = 20,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

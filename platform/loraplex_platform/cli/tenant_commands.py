@@ -14,6 +14,7 @@ from loraplex_platform.cli.key_commands import project_id_of
 from loraplex_platform.cli.options import (
     ControlUrlOption,
     DataDirOption,
+    DescriptionOption,
     TenantOption,
     open_admin,
 )
@@ -25,6 +26,7 @@ projects = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Projects of
 _SCHEDULING = ("priority", "weight", "memory_weight", "max_adapters")
 
 TenantArgument = Annotated[str, typer.Argument(help="Slug or id of the tenant.")]
+ProjectArgument = Annotated[str, typer.Argument(help="Name or id (prj_...) of the project.")]
 
 
 @app.command()
@@ -106,7 +108,7 @@ def show(
 @app.command()
 def update(
     tenant: TenantArgument,
-    name: Annotated[str | None, typer.Option(show_default="as it is", help="For people.")] = None,
+    name: DescriptionOption = None,
     billing_tz: Annotated[
         str | None,
         typer.Option(
@@ -326,7 +328,7 @@ def list_projects(
 
 @projects.command("rename")
 def rename_project(
-    project: Annotated[str, typer.Argument(help="Name or id (prj_...) of the project.")],
+    project: ProjectArgument,
     name: Annotated[str, typer.Argument(help="The new one.")],
     tenant: TenantOption,
     data_dir: DataDirOption = Path(".loraplex"),
@@ -348,7 +350,7 @@ def rename_project(
 
 @projects.command("archive")
 def archive_project(
-    project: Annotated[str, typer.Argument(help="Name or id (prj_...) of the project.")],
+    project: ProjectArgument,
     tenant: TenantOption,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

@@ -10,7 +10,7 @@ import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import JsonOption, day_of, print_json, print_rows
+from loraplex_platform.cli.output import JsonOption, day_of, print_json, print_rows, searched
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -69,9 +69,8 @@ def list_users(
 
       loraplex users list --search ada
     """
-    filters = {} if search is None else {"search": search}
     with open_admin(data_dir, control_url) as admin:
-        found = list(admin.pages("/users", **filters))
+        found = list(admin.pages("/users", **searched(search)))
     if as_json:
         print_json(found)
         return

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_platform.cli.errors import CommandError, CommandGroup
-from loraplex_platform.cli.options import ControlUrlOption, DataDirOption, open_admin
-from loraplex_platform.cli.output import JsonOption, print_json
+from loraplex_platform.cli.options import (
+    ControlUrlOption,
+    DataDirOption,
+    DescriptionOption,
+    LimitOption,
+    open_admin,
+)
+from loraplex_platform.cli.output import JsonOption, SearchOption, print_json, searched
 
 if TYPE_CHECKING:
     from loraplex_platform.admin_client import AdminClient
@@ -67,18 +73,21 @@ def create(
 @app.command("list")
 def list_webhooks(
     tenant: OwnerOption = None,
+    search: SearchOption = None,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
 ) -> None:
     """Show the addresses and whether they answer.
 
+    They are searched by address and by what they are for.
+
     Example:
 
       loraplex webhooks list -t acme
     """
     with open_admin(data_dir, control_url) as admin:
-        found = admin.webhooks(_owner(admin, tenant))
+        found = admin.webhooks(_owner(admin, tenant), **searched(search))
     if as_json:
         print_json(found)
         return
@@ -95,7 +104,7 @@ def list_webhooks(
 def deliveries(
     webhook: WebhookArgument,
     tenant: OwnerOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: LimitOption = 20,
     as_json: JsonOption = False,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,
@@ -188,9 +197,7 @@ def update(
             "--topic", show_default="as they are", help="Told of these alone; may be repeated."
         ),
     ] = None,
-    description: Annotated[
-        str | None, typer.Option(show_default="as it is", help="For people.")
-    ] = None,
+    description: DescriptionOption = None,
     tenant: OwnerOption = None,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

@@ -160,6 +160,7 @@ def create_app(settings: ControlSettings, *, passwords: Passwords | None = None)
                 context = await _open(stack, settings, metrics, passwords or Passwords())
             except (BaseModelError, ModelFolderError, PlatformError, ValueError) as error:
                 log.error("control_cannot_start", reason=str(error))
+                app.state.has_told_why = True
                 raise
             app.state.context = context
             yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -85,8 +86,11 @@ def run(settings: ControlSettings, *, port_file: Path | None = None) -> int:
         log.error("control_cannot_start", reason=str(error))
         return 2
     port = listener.getsockname()[1]
+    app = create_app(settings)
+    # Why it cannot start is said in a line by then; the server would add a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not hasattr(app.state, "has_told_why"))
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.control_host,
         log_config=None,
         access_log=False,
@@ -97,9 +101,12 @@ def run(settings: ControlSettings, *, port_file: Path | None = None) -> int:
     )
     server = _Server(config, port, port_file)
     with listener:
-        asyncio.run(server.serve(sockets=[listener]))
+        try:
+            asyncio.run(server.serve(sockets=[listener]))
+        except SystemExit:  # the server's own, where the app cannot start
+            return 2
     log.info("control_stopped")
-    return 0 if server.started else 2
+    return 0
 
 
 def _check(settings: ControlSettings) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from uuid import UUID
 
 from fastapi import Depends, Query
-from sqlalchemy import Select, or_
+from sqlalchemy import ColumnElement, Select, or_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -75,7 +75,9 @@ Search = Annotated[
 
 
 def holding(
-    statement: Select[Row], search: str | None, *columns: InstrumentedAttribute[str]
+    statement: Select[Row],
+    search: str | None,
+    *columns: ColumnElement[str] | InstrumentedAttribute[str],
 ) -> Select[Row]:
     """Only rows with the text in one of the columns, as it is: `%` and `_` stand for themselves."""
     if not search or not search.strip():

@@ -23,6 +23,12 @@ class AuditLog(Base):
     __tablename__ = "audit_log"
     __table_args__ = (
         Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
+        # By bytes (COLLATE "C", which alembic does not compare): one may ask for all that begin alike.
+        Index("ix_audit_log_action_id", "action", "id"),
+        Index("ix_audit_log_actor_id_id", "actor_id", "id"),
+        Index("ix_audit_log_object_kind_id", "object_kind", "id"),
+        Index("ix_audit_log_object_id_id", "object_id", "id"),
+        Index("ix_audit_log_request_id_id", "request_id", "id"),
         Index("ix_audit_log_unlinked", "chain", postgresql_where=text("hash is null")),
         Index("uq_audit_log_chain_seq", "chain", "seq", unique=True),
     )

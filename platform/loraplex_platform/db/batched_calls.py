@@ -5,14 +5,16 @@ of what a small call costs. So one statement at a time takes all that has gather
 others to come, and nobody for a statement that takes long: then the next one goes beside it.
 
 The statement itself sees to it that no item touches another's; one that it cannot decide together with
-others has no row in its answer, and is for its caller to ask for alone.
+others has no row in its answer, and is for its caller to ask for alone. What a statement does to keep items
+apart is for nothing where only one has come: an item may bring its own way to be done (`alone`). That may
+wait for locks, so the next statement waits for it only briefly.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
@@ -27,8 +29,10 @@ MAX_ITEMS = 32
 # way: a connection that hangs must not hold up everybody.
 PATIENCE_S = 0.1
 MAX_SENDING = 4
+ALONE_PATIENCE_S = 0.03  # of those there may be any number: they wait for locks, not for the server
 
-_Item = tuple[bytes, "asyncio.Future[Row | None]"]
+Alone = Callable[[], Awaitable[Row]]
+_Item = tuple[bytes, "asyncio.Future[Row | None]", Alone | None]
 
 
 class BatchedCalls:
@@ -48,14 +52,17 @@ class BatchedCalls:
         self._num_prompt = (
             0  # senders that do what waits; the others are late, and nobody counts on them
         )
+        self._num_late_alone = 0  # senders
 
-    async def call(self, item: Mapping[str, object]) -> Row | None:
+    async def call(self, item: Mapping[str, object], alone: Alone | None = None) -> Row | None:
         """The item's row, its place included; None: it was not decided, ask for it alone.
 
         Cancelled before its turn it is not sent; later it may have been done.
 
         Args:
             item: not empty; of what `msgspec` takes.
+            alone: does the same, if no other item has come; its row is as the statement's would be, and what
+                it raises is raised here.
 
         Raises:
             DatabaseUnavailableError: as `CallPool.rows`; or closed. Whether it was done is unknown.
@@ -63,7 +70,7 @@ class BatchedCalls:
         if self._is_closed:
             raise DatabaseUnavailableError()
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((msgspec.json.encode(item), answer))
+        self._waiting.append((msgspec.json.encode(item), answer, alone))
         self._send_on()
         return await answer
 
@@ -78,19 +85,20 @@ class BatchedCalls:
             _fail(self._waiting.popleft()[1], DatabaseUnavailableError())
 
     def _send_on(self) -> None:
-        if self._num_prompt == 0 and len(self._senders) < MAX_SENDING:
+        if self._num_prompt == 0 and len(self._senders) - self._num_late_alone < MAX_SENDING:
             self._num_prompt += 1
             sender = asyncio.create_task(self._send_all(), name="batched calls")
             self._senders.add(sender)
 
     async def _send_all(self) -> None:
         sender = asyncio.current_task()
-        is_late = False
+        is_late = is_alone = False
 
         def be_late() -> None:
             nonlocal is_late
             is_late = True
             self._num_prompt -= 1
+            self._num_late_alone += is_alone
             if self._waiting:
                 self._send_on()
 
@@ -99,11 +107,15 @@ class BatchedCalls:
                 if is_late:  # and back again
                     is_late = False
                     self._num_prompt += 1
-                timer = asyncio.get_running_loop().call_later(PATIENCE_S, be_late)
+                batch = self._take()
+                is_alone = len(batch) == 1 and batch[0][2] is not None
+                patience_s = ALONE_PATIENCE_S if is_alone else PATIENCE_S
+                timer = asyncio.get_running_loop().call_later(patience_s, be_late)
                 try:
-                    await self._send(self._take())
+                    await self._send(batch)
                 finally:
                     timer.cancel()
+                    self._num_late_alone -= is_late and is_alone
         finally:
             # Here, with no turn of the loop between: what comes now starts a sender of its own.
             self._num_prompt -= not is_late
@@ -120,27 +132,41 @@ class BatchedCalls:
     async def _send(self, batch: list[_Item]) -> None:
         if not batch:
             return
+        if len(batch) == 1 and batch[0][2] is not None:
+            await self._send_alone(batch[0][1], batch[0][2])
+            return
         try:
             rows = await self._calls.rows(
-                self._query, {"batch": _join([item for item, _ in batch])}
+                self._query, {"batch": _join([item for item, _, _ in batch])}
             )
         except DatabaseUnavailableError as error:
-            for _, answer in batch:
+            for _, answer, _ in batch:
                 _fail(answer, DatabaseUnavailableError(error.message))
         except asyncio.CancelledError:
-            for _, answer in batch:
+            for _, answer, _ in batch:
                 _fail(answer, DatabaseUnavailableError())
             raise
         except Exception as error:  # noqa: BLE001 - the others' senders and items must not end with it
             # One of them is at fault, or somebody holds a lock: alone, each has its own outcome.
             state = getattr(error, "sqlstate", None)
             log.info("batch_broken_up", reason=state or type(error).__name__, num_items=len(batch))
-            for _, answer in batch:
+            for _, answer, _ in batch:
                 _answer(answer, None)
         else:
             found = {row[0]: row for row in rows}
-            for place, (_, answer) in enumerate(batch):
+            for place, (_, answer, _) in enumerate(batch):
                 _answer(answer, found.get(place))
+
+    async def _send_alone(self, answer: asyncio.Future[Row | None], alone: Alone) -> None:
+        try:
+            row = await alone()
+        except asyncio.CancelledError:
+            _fail(answer, DatabaseUnavailableError())
+            raise
+        except Exception as error:  # noqa: BLE001 - its caller's; the sender goes on
+            _fail(answer, error)
+        else:
+            _answer(answer, row)
 
 
 def one_item(item: Mapping[str, object]) -> str:

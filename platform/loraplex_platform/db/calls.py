@@ -4,19 +4,24 @@ For what every request does (`loraplex_reserve`, `loraplex_settle`): the driver 
 connections that commit by themselves. Nothing is asked of a connection before it is used; a broken one
 is found by using it, and the statement is run once more on a new one. So every statement here must be
 safe to repeat.
+
+Borrowing a connection from the engine's pool and handing it back takes more of our CPU than the statement
+does. So one that is free again is kept at hand for a while, unless somebody waits for it at the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import psycopg
 import structlog
 from psycopg.errors import QueryCanceled
 from psycopg.pq import TransactionStatus
+from sqlalchemy import PoolProxiedConnection, QueuePool
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
@@ -30,6 +35,8 @@ from loraplex_platform.db.errors import (
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 8
+# Then it goes back to the pool all the same, which replaces it when it has grown old.
+KEPT_S = 10.0
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -43,6 +50,8 @@ class CallPool:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        # Free ones with when they were borrowed (monotonic); the last one that was used is used next.
+        self._at_hand: list[tuple[PoolProxiedConnection, float]] = []
 
     async def call(self, query: str, parameters: Mapping[str, object]) -> Row:
         """The one row of a statement that has one; raises what `find` does."""
@@ -82,22 +91,48 @@ class CallPool:
                 else:
                     has_reconnected = True
                     # What is idle was connected to the same server: as a rule it is broken as well.
-                    await self._engine.dispose()
+                    await self.close()
             # Losers of one race must not meet again in step.
             await asyncio.sleep(random.uniform(0.001, 0.005) * 2**tries)  # noqa: S311 # not a secret
         raise AssertionError("the last try returns or raises")
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections that are not in use; the next statement makes new ones."""
+        at_hand, self._at_hand = self._at_hand, []
+        for lent, _ in at_hand:
+            await _give_back(lent, is_usable=False)
         await self._engine.dispose()
 
     async def _once(self, query: str, parameters: Mapping[str, object]) -> list[Row]:
-        lent = await self._engine.raw_connection()
+        at_hand = self._at_hand
+        if at_hand:
+            lent, borrowed_s = at_hand.pop()
+        else:
+            lent, borrowed_s = await self._engine.raw_connection(), time.monotonic()
         connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_database_engine`
         try:
             cursor = await connection.execute(query, parameters, prepare=True)
             return await cursor.fetchall()
         finally:
-            if connection.info.transaction_status != TransactionStatus.IDLE:
-                await greenlet_spawn(lent.invalidate)
-            await greenlet_spawn(lent.close)
+            is_usable = (
+                connection.info.transaction_status == TransactionStatus.IDLE
+                and at_hand
+                is self._at_hand  # else all were closed meanwhile, and its pool is nobody's
+            )
+            has_stayed = time.monotonic() - borrowed_s >= KEPT_S
+            if is_usable and not (has_stayed or self._is_crowded):
+                at_hand.append((lent, borrowed_s))
+            else:
+                await _give_back(lent, is_usable=is_usable)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether somebody may be waiting at the pool, which has no more to lend."""
+        pool = cast(QueuePool, self._engine.pool)
+        return pool.checkedout() >= pool.size()
+
+
+async def _give_back(lent: PoolProxiedConnection, *, is_usable: bool) -> None:
+    if not is_usable:
+        await greenlet_spawn(lent.invalidate)
+    await greenlet_spawn(lent.close)

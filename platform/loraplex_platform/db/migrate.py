@@ -29,6 +29,7 @@ from loraplex_platform.settings import DatabaseSettings, MigrationSettings
 log = structlog.get_logger(__name__)
 
 LOCK_ID = 0x6C6F7261  # "lora"
+_LOCK_POLL_S = 0.1
 
 
 class SchemaState(StrEnum):
@@ -274,7 +275,13 @@ def _owner_connection(settings: DatabaseSettings) -> Iterator[Connection]:
 @contextmanager
 def _locked(connection: Connection) -> Iterator[None]:
     """Hold the lock for the session: one for the transaction would end with the first migration."""
-    connection.execute(text("select pg_advisory_lock(:id)"), {"id": LOCK_ID})
+    # Asked for again and again: who waits within a statement has a snapshot, which an index that is built
+    # concurrently waits for, and neither would ever end.
+    while not connection.execute(
+        text("select pg_try_advisory_lock(:id)"), {"id": LOCK_ID}
+    ).scalar():
+        connection.commit()
+        time.sleep(_LOCK_POLL_S)
     connection.commit()
     try:
         yield

@@ -97,6 +97,18 @@ class ApiKey(Base):
             "id",
             postgresql_where=text("status = 'active'"),
         ),
+        # Small: counted whole for the overview.
+        Index(
+            "ix_api_keys_expires_at_active",
+            "expires_at",
+            postgresql_where=text("status = 'active'"),
+        ),
+        # For a piece of the name, see migration 0021; by bytes (COLLATE "C", which alembic does not compare).
+        Index(
+            "ix_api_keys_pieces",
+            text("loraplex_key_pieces(tenant_id, name, public_id)"),
+            postgresql_using="gin",
+        ),
         ForeignKeyConstraint(
             ["tenant_id", "project_id"],
             ["projects.tenant_id", "projects.id"],

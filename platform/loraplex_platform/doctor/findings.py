@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from loraplex_platform.urls import without_secrets
+from loraplex_engine.urls import without_secrets
 
 if TYPE_CHECKING:
     from loraplex_platform.doctor.look import Look

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import msgspec
 from loraplex_engine.artifact import without_login
 from loraplex_engine.protocol import REPLICA_KEY_PREFIX, REPLICA_TTL_S, ReplicaRecord
+from loraplex_engine.urls import http_fault
 
 from loraplex_platform.doctor.findings import Catalogue, Finding, NotLookedAtError, fail, ok, warn
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.local.ports import is_loopback
-from loraplex_platform.urls import HTTP_SCHEMES, url_fault
 
 catalogue = Catalogue()
 
@@ -169,7 +169,7 @@ async def console(look: Look) -> Finding:
     url = look.url_of("console")
     if url is None:
         raise NotLookedAtError("LORAPLEX_CONSOLE_URL is not set")
-    fault = url_fault(url, HTTP_SCHEMES)
+    fault = http_fault(url)
     if fault is not None:
         return fail(f"LORAPLEX_CONSOLE_URL: {fault}", "set it to https://console.example.com")
     parts = urlsplit(url)
@@ -197,9 +197,7 @@ async def console(look: Look) -> Finding:
         )
     control_url = look.url_of("control")
     control_host = (
-        urlsplit(control_url).hostname
-        if control_url and url_fault(control_url, HTTP_SCHEMES) is None
-        else None
+        urlsplit(control_url).hostname if control_url and http_fault(control_url) is None else None
     )
     if look.is_local and control_host not in (None, parts.hostname):
         return warn(

@@ -12,6 +12,15 @@ from loraplex_platform.db import Gateway
 from loraplex_platform.fleet.engines import ReplicaView
 
 
+class LoadTimesResource(BaseModel):
+    """How long adapters took to come to a replica's memory, in seconds."""
+
+    loads_total: int
+    last_s: float
+    p50_s: float = Field(description="Of the last 256 loads, as is p95_s.")
+    p95_s: float
+
+
 class EngineStatsResource(BaseModel):
     """A replica's counters since its start; the fields of the engine protocol's EngineStats."""
 
@@ -39,6 +48,10 @@ class EngineStatsResource(BaseModel):
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     adapter_load_seconds_total: float = 0.0
+    adapter_load_times: dict[str, LoadTimesResource] = Field(
+        default={},
+        description="By where the files came from: `store`, or `disk`, the replica's own copy of a remote store's.",
+    )
     max_adapters_in_step: int
     mixed_steps_total: int
     rss_bytes: int

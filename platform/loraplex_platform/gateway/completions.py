@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from loraplex_platform.billing.prices import NoPriceError
 from loraplex_platform.db.deadline import within
 from loraplex_platform.errors import (
     ConflictError,
@@ -88,6 +89,7 @@ from loraplex_platform.gateway.revision_choice import (
     may_call,
     unknown_model,
 )
+from loraplex_platform.gateway.revision_params import InvalidRevisionError
 from loraplex_platform.gateway.routing import Replica
 from loraplex_platform.gateway.structure import chat_structure, completion_structure
 from loraplex_platform.gateway.text_stream import TextPiece
@@ -363,8 +365,9 @@ async def _prepare(
     on_unserved: OnUnserved,
 ) -> Prepared:
     try:
+        model.revision.check_usable()
         return await prepare(model)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, InvalidRevisionError) as error:
         on_unserved(error)
         raise
 
@@ -443,13 +446,16 @@ async def _gate(request: Request, gateway: Gateway, caller: Authenticated, job: 
         )
 
     async def reload() -> Claim:
-        # All that was decided by what we remembered of the caller is decided again.
+        # All that was decided by what we remembered of the caller is decided again. The gate is looked up, not
+        # held on to: it holds this function, and the two would be left to the garbage collector.
+        gate = request.scope.get(RATES)  # not there any more: the client has left
         who = await find_caller(request, is_fresh=True)
         require_scope(who, "inference")
         await _find_model(gateway, who, job.model.public_name)
         if not may_call(who, job.model):  # a rollout's other side may be of another adapter
             raise unknown_model(job.model.public_name)
-        request.scope[RATES] = gate
+        if gate is not None:
+            request.scope[RATES] = gate
         return await claim_of(who, is_fresh=True)
 
     claim = await claim_of(caller, is_fresh=False)
@@ -543,6 +549,9 @@ async def run(
     try:
         first = await _first_event(pump, gateway.settings.header_hold_s, is_bounded=job.is_stream)
         if isinstance(first, Failed):
+            # The book is its revision's word, and nothing was reserved: no row would say so.
+            if isinstance(first.error, NoPriceError) and on_unserved is not None:
+                on_unserved(first.error)
             raise first.error
         fingerprint = pump.replica.fingerprint
         if isinstance(first, Started):

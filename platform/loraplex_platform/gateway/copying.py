@@ -32,12 +32,14 @@ import structlog
 from loraplex_engine.client import EngineLostError, EngineRejectedError
 from loraplex_engine.protocol import GIVEN_UP, EngineStats
 
+from loraplex_platform.billing.prices import NoPriceError
 from loraplex_platform.errors import EngineUnavailableError, InvalidRequestError, PlatformError
 from loraplex_platform.fleet import absorbed
 from loraplex_platform.gateway import queries, scoring
 from loraplex_platform.gateway.crash_log import log_crash
 from loraplex_platform.gateway.job import Copies, Failed, Job, Prepared
 from loraplex_platform.gateway.metrics import GatewayMetrics
+from loraplex_platform.gateway.revision_params import InvalidRevisionError
 from loraplex_platform.gateway.scoring import UnscoredError
 from loraplex_platform.ids import uuid7
 from loraplex_platform.metering import service as metering
@@ -254,13 +256,12 @@ class Copying:
         rollout = copies.stable.rollout
         if rollout is None or job.side is None:
             raise RuntimeError("a shadow without a rollout")
-        if rollout.canary.fault is not None:
-            raise _DroppedError("revision_invalid")
         model = copies.stable.answered_by(rollout.canary)
         self._check_slots(job, model)
         try:
+            rollout.canary.check_usable()
             prepared = await self._prepared(wanted, model)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, InvalidRevisionError) as error:
             await self._note_refusal(job, model, error)
             raise
         # Well under a user's timeout: whatever hangs, hangs in few places and not for long.
@@ -283,8 +284,7 @@ class Copying:
             shadow_of=job.request_id,
             timeout_s=min(job.timeout_s, timeout_s + _CLOSE_S),
         )
-        replica = await self._free_replica(model, shadow.num_tokens, wanted.due_s)
-        await self._check_step(job)
+        replica = await self._free_replica(job, model, shadow.num_tokens, wanted.due_s)
         pump = self._gateway.make_pump(
             replace(shadow, arrived_s=time.monotonic()),
             replica,
@@ -303,6 +303,8 @@ class Copying:
             self._shadows.discard(pump)
         last = (await pump.next_events())[-1]
         if isinstance(last, Failed):
+            if isinstance(last.error, NoPriceError):  # nothing was reserved: no row says so
+                await self._note_refusal(job, model, last.error)
             self._fail("shadow", last.error.error_code or "error")
 
     async def _score(self, wanted: _Wanted) -> None:
@@ -319,8 +321,7 @@ class Copying:
             priority=PRIORITY,
         )
         num_tokens = len(prepared.prompt_ids) + question.sampling.max_tokens
-        replica = await self._free_replica(model, num_tokens, wanted.due_s)
-        await self._check_step(job)
+        replica = await self._free_replica(job, model, num_tokens, wanted.due_s)
         self._counters.copies_taken.labels("score").inc()
         gateway = self._gateway
         answer = await absorbed.ask(gateway.sessions, replica, question, owner=gateway.gateway_id)
@@ -368,7 +369,11 @@ class Copying:
                 arm="shadow",
                 subject_key=side.subject_key or 0,
                 http_status=error.status,
-                error_code=REFUSED_BY_REVISION,
+                error_code=(
+                    REFUSED_BY_REVISION
+                    if isinstance(error, InvalidRequestError)
+                    else error.error_code or "error"
+                ),
                 kind="shadow",
                 shadow_of=job.request_id,
             ),
@@ -376,21 +381,29 @@ class Copying:
 
     # ------------------------------------------------------------------ whether it may
 
-    async def _free_replica(self, model: ServedModel, num_tokens: int, due_s: float) -> Replica:
-        """One that has nobody else's request waiting; looks again and again until it is too late."""
+    async def _free_replica(
+        self, job: Job, model: ServedModel, num_tokens: int, due_s: float
+    ) -> Replica:
+        """One that has nobody else's request waiting; looks again and again until it is too late, or the
+        step over."""
         if time.monotonic() > due_s:
             raise _DroppedError("late")
         while True:
+            free: Replica | None = None
             try:
                 # Never the canary's build for the stable revision: a likelihood is of what it names.
                 replica = self._gateway.router.choose(
                     model.base_model, num_tokens, builds=model.stable_builds
                 )
                 if not _is_busy(await replica.client.stats(_STATS_TIMEOUT_S)):
-                    return replica
+                    free = replica
                 reason = "busy"
             except (EngineUnavailableError, EngineLostError):
                 reason = "no_engine"
+            # Whether one is free or not: what nobody wants any more is not waited with.
+            await self._check_step(job)
+            if free is not None:
+                return free
             if time.monotonic() + _LOOK_INTERVAL_S > due_s:
                 raise _DroppedError(reason)
             await asyncio.sleep(_LOOK_INTERVAL_S)

@@ -83,6 +83,9 @@ class RequestContext:
             await send_error(send_with_id, crash, request_id)
         finally:
             self._metrics.http_in_flight.dec()
+            # It knows the request, whose scope this is: a cycle, which would keep all that the request
+            # made until the garbage collector stops everybody.
+            scope.pop(RATES, None)
             self._note(scope, status)
 
     def _note(self, scope: Scope, status: int) -> None:

@@ -7,7 +7,7 @@ ledger row and turns what was held into what was used. Whoever raises the token 
 other one's TX2 does nothing. Every function is safe to call again with the same arguments.
 
 Reservations and settlements that come together are one transaction (`BatchedCalls`), each with a
-verdict of its own; one that would hold up the others is a transaction by itself.
+verdict of its own; one that would hold up the others, or comes by itself, is a transaction by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.billing.prices import NoPriceError
+from loraplex_platform.db.calls import Row
 from loraplex_platform.db.session import SessionFactory
 from loraplex_platform.db.transactions import run_transaction
 from loraplex_platform.errors import (
@@ -65,8 +66,12 @@ async def reserve(sessions: SessionFactory, reservation: Reservation) -> Reserve
         DatabaseUnavailableError: nothing may be dispatched.
     """
     parameters = queries.reserve_parameters(reservation)
-    booked = await sessions.batched(queries.BOOK).call({"what": "reserve", **parameters})
-    row = await sessions.calls.call(queries.RESERVE, parameters) if booked is None else booked[1:7]
+
+    async def alone() -> Row:
+        return (0, *await sessions.calls.call(queries.RESERVE, parameters), None, None)
+
+    booked = await sessions.batched(queries.BOOK).call({"what": "reserve", **parameters}, alone)
+    row = (await alone() if booked is None else booked)[1:7]
     outcome, lease_token, lease_until, price_book_id, max_tokens, blocking = row
     if outcome == "reserved":
         return Reserved(lease_token, lease_until, price_book_id, max_tokens)
@@ -163,9 +168,12 @@ async def settle(sessions: SessionFactory, settlement: Settlement) -> SettleResu
         DatabaseUnavailableError: try again later; the sweeper settles when nobody does.
     """
     parameters = queries.settle_parameters(settlement)
-    booked = await sessions.batched(queries.BOOK).call({"what": "settle", **parameters})
-    row = await sessions.calls.call(queries.SETTLE, parameters) if booked is None else booked[7:9]
-    result = _settled(*row)
+
+    async def alone() -> Row:
+        return (0, *[None] * 6, *await sessions.calls.call(queries.SETTLE, parameters))
+
+    booked = await sessions.batched(queries.BOOK).call({"what": "settle", **parameters}, alone)
+    result = _settled(*(await alone() if booked is None else booked)[7:9])
     if not result.applied:
         log.info("settle_not_applied", request_id=str(settlement.request_id))
     return result

@@ -15,7 +15,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -258,7 +258,7 @@ class _Stand:
 
         EngineClient._handle = noticing  # type: ignore[assignment,method-assign]
         if clock is not None:
-            EngineClient._take_frames = _timed_sync(clock, take_frames)  # type: ignore[assignment,method-assign]
+            EngineClient._take_frames = clock.timed(_RECEIVE, take_frames)  # type: ignore[method-assign]
             Pump._take = clock.timed(_STREAM, pump_take)  # type: ignore[method-assign]
             Choice.take = clock.timed(_DETOKENIZE, take)  # type: ignore[method-assign]
         try:
@@ -278,25 +278,6 @@ class _Stand:
         elif step_id == self._num_steps:
             self._ended = now
             self._parts = {name: s - self._parts.get(name, 0.0) for name, s in parts.items()}
-
-
-def _timed_sync(
-    clock: PartClock, method: Callable[..., Awaitable[Any]]
-) -> Callable[..., Awaitable[Any]]:
-    """A coroutine function that never suspends, timed as the plain call that it is."""
-
-    async def call(*args: object) -> object:
-        def run() -> object:
-            coroutine = cast("Any", method(*args))
-            try:
-                coroutine.send(None)
-            except StopIteration as end:
-                return end.value
-            raise AssertionError("it suspended")
-
-        return clock.timed(_RECEIVE, run)()
-
-    return call
 
 
 def _run(stand: _Stand) -> _Span:

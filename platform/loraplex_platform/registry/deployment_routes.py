@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from uuid import UUID
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from sqlalchemy import Text, cast
 
 from loraplex_platform.control.context import Context, ControlContext, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
@@ -129,13 +130,21 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
             response.status_code = 200
         return show_revision(facts)
 
-    @router.get("/{name}/revisions", description="All of its revisions, newest first.")
+    @router.get(
+        "/{name}/revisions",
+        description="All of its revisions, newest first. `search`: in the number.",
+    )
     @requires(f"{action}.read")
     async def list_revisions(
-        name: DeploymentName, page: Paging, session: DbSession, owner_id: UUID | None = owns
+        name: DeploymentName,
+        page: Paging,
+        session: DbSession,
+        search: Search = None,
+        owner_id: UUID | None = owns,
     ) -> ListPage[RevisionResource]:
         deployment = await deployments.get(session, owner_id, name)
-        statement = queries.revisions_of(deployment.id)
+        number = cast(DeploymentRevision.number, Text)
+        statement = holding(queries.revisions_of(deployment.id), search, number)
         rows, has_more = await fetch(
             session, statement, DeploymentRevision.id, page, "deployment_revision"
         )

@@ -83,9 +83,13 @@ _UPLOAD_SCHEMA: dict[str, Any] = {
 
 @base_models_router.get("")
 @requires("model.read")
-async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseModelResource]:
-    """The base models ever served here, identified by the digests of their files."""
-    statement = queries.all_base_models()
+async def list_base_models(
+    page: Paging, session: DbSession, search: Search = None
+) -> ListPage[BaseModelResource]:
+    """The base models ever served here, identified by the digests of their files. `search`: in the name and the
+    digest of the weights.
+    """
+    statement = holding(queries.all_base_models(), search, BaseModel.name, BaseModel.revision)
     rows, has_more = await fetch(session, statement, BaseModel.id, page, "base_model")
     return to_list(rows, has_more, show_base_model)
 
@@ -93,14 +97,15 @@ async def list_base_models(page: Paging, session: DbSession) -> ListPage[BaseMod
 @builds_router.get("")
 @requires("model.read")
 async def list_engine_builds(
-    page: Paging, request: Request, context: Context, session: DbSession
+    page: Paging, request: Request, context: Context, session: DbSession, search: Search = None
 ) -> ListPage[EngineBuildResource]:
     """What ever computed here: replicas of one build give the same bits. Which replicas run it now, only the
-    operator sees.
+    operator sees. `search`: in the fingerprint and the base model's name.
     """
-    rows, has_more = await fetch(
-        session, queries.all_builds(), EngineBuild.id, page, "engine_build"
+    statement = holding(
+        queries.all_builds(), search, EngineBuild.fingerprint, EngineBuild.base_model
     )
+    rows, has_more = await fetch(session, statement, EngineBuild.id, page, "engine_build")
     running = context.fleet.running_builds()
     is_operator = request.state.reach.tenant_ids is None
     return to_list(rows, has_more, lambda build: show_build(build, running, is_operator))

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Select, delete, func, or_, select, text, update
+from sqlalchemy import ARRAY, Select, Uuid, any_, delete, func, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraplex_platform.db import (
@@ -26,6 +26,39 @@ from loraplex_platform.ids import uuid7
 def keys_of(tenant_id: UUID) -> Select[ApiKey]:
     """The tenant's keys."""
     return select(ApiKey).where(ApiKey.tenant_id == tenant_id)
+
+
+def listed_keys(tenant_id: UUID, project_id: UUID | None, status: str | None) -> Select[ApiKey]:
+    """The tenant's keys, or only those of a project, or in a state."""
+    statement = keys_of(tenant_id)
+    if project_id is not None:
+        statement = statement.where(ApiKey.project_id == project_id)
+    if status is not None:
+        statement = statement.where(ApiKey.status == status)
+    return statement
+
+
+def found_keys(
+    tenant_id: UUID,
+    project_id: UUID | None,
+    status: str | None,
+    *,
+    search: str,
+    before: UUID | None,
+    most: int,
+) -> Select[ApiKey]:
+    """Those of them with `search` in the name or the public id: the newest `most` that are older than `before`.
+
+    The database's function only says which (migration 0021); that they are the tenant's is asked again here,
+    and by the policy of whoever asks.
+    """
+    found = select(
+        func.loraplex_find_keys(tenant_id, search, before, project_id, status, most)
+    ).scalar_subquery()
+    # An array: a set would be joined to all of the tenant's keys if the planner liked.
+    return listed_keys(tenant_id, project_id, status).where(
+        ApiKey.id == any_(func.array(found, type_=ARRAY(Uuid)))
+    )
 
 
 async def find_key(session: AsyncSession, tenant_id: UUID, key_id: UUID) -> ApiKey | None:

@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import CleanText, ListPage
@@ -74,12 +74,18 @@ async def list_keys(
     """The tenant's keys, newest first; revoked ones stay, because bills name them. `search`: in the name and
     in what is public of the key.
     """
-    statement = holding(queries.keys_of(owner.id), search, ApiKey.name, ApiKey.public_id)
-    if project_id is not None:
-        project = project_uuid(project_id, param="project_id")
-        statement = statement.where(ApiKey.project_id == project)
-    if status is not None:
-        statement = statement.where(ApiKey.status == status)
+    project = None if project_id is None else project_uuid(project_id, param="project_id")
+    if search and search.strip():
+        statement = queries.found_keys(
+            owner.id,
+            project,
+            status,
+            search=search.strip(),
+            before=page.after_id("api_key"),
+            most=page.limit + 1,  # one more tells whether there are more
+        )
+    else:
+        statement = queries.listed_keys(owner.id, project, status)
     rows, has_more = await fetch(session, statement, ApiKey.id, page, "api_key")
     grants = await queries.grants_of(session, owner.id, [key.id for key in rows])
     return to_list(rows, has_more, lambda key: show_key(key, grants.get(key.id, ())))

@@ -161,10 +161,11 @@ async def list_projects(
     page: Paging,
     session: DbSession,
     *,
+    search: Search = None,
     archived: Annotated[bool, Query(description="Also those that are archived.")] = False,
 ) -> ListPage[ProjectResource]:
-    """The tenant's projects, newest first."""
-    statement = queries.projects_of(owner.id)
+    """The tenant's projects, newest first. `search`: in the name."""
+    statement = holding(queries.projects_of(owner.id), search, Project.name)
     if not archived:
         statement = statement.where(Project.archived_at.is_(None))
     rows, has_more = await fetch(session, statement, Project.id, page, "project")

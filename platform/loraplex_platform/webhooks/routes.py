@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from loraplex_platform.control.context import Context, DbSession
 from loraplex_platform.control.etag import IfMatch, set_etag
-from loraplex_platform.control.paging import Paging, fetch, to_list
+from loraplex_platform.control.paging import Paging, Search, fetch, holding, to_list
 from loraplex_platform.control.permissions import requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
@@ -70,12 +70,15 @@ def _add_routes(router: APIRouter, action: str, owner_of: Callable[..., Any], wh
         set_etag(response, made.webhook.row_version)
         return WebhookWithSecret(**show_webhook(made.webhook).__dict__, secret=made.secret)
 
-    @router.get("", description=f"{whose}, newest first, without their secrets.")
+    @router.get(
+        "",
+        description=f"{whose}, newest first, without their secrets. `search`: in the address and what it is for.",
+    )
     @requires(f"{action}.read")
     async def list_webhooks(
-        page: Paging, session: DbSession, owner_id: UUID | None = owns
+        page: Paging, session: DbSession, search: Search = None, owner_id: UUID | None = owns
     ) -> ListPage[WebhookResource]:
-        statement = queries.webhooks_of(owner_id)
+        statement = holding(queries.webhooks_of(owner_id), search, Webhook.url, Webhook.description)
         rows, has_more = await fetch(session, statement, Webhook.id, page, "webhook")
         return to_list(rows, has_more, show_webhook)
 

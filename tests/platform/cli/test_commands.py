@@ -50,7 +50,7 @@ def test_a_missing_secret_is_named_and_stops_the_start() -> None:
 
     assert code == 2
     assert "LORAPLEX_SALT_KEY: Field required" in errors
-    assert "LORAPLEX_KEY_PEPPER: Value error, must be at least 32 random characters" in errors
+    assert "LORAPLEX_KEY_PEPPER: must be at least 32 random characters" in errors
     assert "too short" not in errors
 
 

@@ -99,10 +99,6 @@ NOT_BY_COMMAND = {
         "POST",
         f"{ADMIN}/invariants",
     ): "`loraplex reconcile` looks at the books itself, with more to say",
-    (
-        "POST",
-        f"{ADMIN}/tenants/{{tenant_id}}/playground",
-    ): "at a terminal the gateway itself is asked",
     ("POST", f"{ADMIN}/tenants/{{tenant_id}}/adapters"): (
         "all at once: `adapters upload` sends it in pieces, and goes on where it was cut"
     ),

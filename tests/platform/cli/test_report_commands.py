@@ -91,6 +91,8 @@ async def test_fleet_overview_and_models_tell_what_is_there(terminal: Terminal) 
     overview = await terminal.done("overview")
 
     assert fleet.splitlines()[1].split()[:4] == ["fake-0", "ready", "cpu", "float32"]
+    loads = [line.split() for line in fleet.splitlines() if " store " in line]
+    assert loads == [["fake-0", "store", "3", "40", "ms", "50", "ms", "1,250", "ms"]]
     assert ["tenants,", "keys", "1,", "0"] in [line.split() for line in overview.splitlines()]
     assert (await shown(terminal, "fleet"))["replicas"][0]["replica_id"] == "fake-0"
     assert (await shown(terminal, "overview"))["tenants"] == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
+from loraplex_platform.ids import parse_id, uuid7
 
 from tests.platform.control.stand import Stand
 
@@ -154,3 +156,60 @@ async def test_evals_and_rollouts_are_found_by_their_names(stand: Stand) -> None
     assert await shown("eval-schedules", "riv", "name") == ["nightly-rivers"]
     assert await shown("rollouts", "outh", "deployment") == ["south"]
     assert await shown("rollouts", "", "deployment") == ["south", "north"]
+
+
+async def test_books_and_webhooks_are_found_by_name_address_and_purpose(
+    stand: Stand, db_url: str
+) -> None:
+    tenant_id = (await stand.tenant("acme"))["id"]
+    tenant = f"/admin/v1/tenants/{tenant_id}"
+    for name in ("Standard 2027", "Partners"):
+        made = await stand.admin.post("/admin/v1/price-books", json={"name": name})
+        assert made.status_code == 201, made.text
+    with psycopg.connect(db_url) as owner:  # the API wants a key for their secrets
+        for url, description in (("blue", "billing"), ("red", "Paging duty")):
+            owner.execute(
+                "insert into webhooks (id, tenant_id, url, description, topics, secret_box,"
+                " secret_key_id) values (%s, %s, %s, %s, '{alert}', '', 'k')",
+                [
+                    uuid7(),
+                    parse_id("tenant", tenant_id),
+                    f"https://{url}.example.com/hooks",
+                    description,
+                ],
+            )
+
+    async def shown(path: str, search: str, field: str) -> list[str]:
+        answer = await stand.admin.get(path, params={"search": search})
+        assert answer.status_code == 200, answer.text
+        return [row[field] for row in answer.json()["data"]]
+
+    assert await shown("/admin/v1/price-books", "PART", "name") == ["Partners"]
+    assert await shown("/admin/v1/price-books", "%", "name") == []
+    assert await shown(f"{tenant}/webhooks", "BLUE", "description") == ["billing"]
+    assert await shown(f"{tenant}/webhooks", "duty", "url") == ["https://red.example.com/hooks"]
+    assert await shown("/admin/v1/webhooks", "blue", "url") == []
+
+
+async def test_models_and_builds_are_found_by_name_and_fingerprint(
+    stand: Stand, db_url: str
+) -> None:
+    with psycopg.connect(db_url) as owner:
+        for number, base in enumerate(("north-7b", "south_1b")):
+            owner.execute(
+                "insert into engine_builds (id, fingerprint, base_model, facts) values (%s, %s, %s, '{}')",
+                [uuid7(), f"sha256:{number}abc", base],
+            )
+    [model] = (await stand.admin.get("/admin/v1/base-models")).json()["data"]
+
+    async def count(path: str, search: str) -> int:
+        answer = await stand.admin.get(f"/admin/v1/{path}", params={"search": search})
+        assert answer.status_code == 200, answer.text
+        return len(answer.json()["data"])
+
+    assert await count("base-models", model["name"].upper()) == 1
+    assert await count("base-models", model["revision"][-9:]) == 1
+    assert await count("base-models", "no such") == 0
+    assert await count("engine-builds", "SOUTH_") == 1
+    assert await count("engine-builds", "0ABC") == 1
+    assert await count("engine-builds", "%") == 0

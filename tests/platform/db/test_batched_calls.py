@@ -248,3 +248,74 @@ async def test_ids_go_as_they_are(db: Database) -> None:
     rows = await asyncio.gather(*(db.sessions.batched(query).call({"id": id_}) for id_ in wanted))
 
     assert [row and row[1] for row in rows] == wanted
+
+
+# ---------------------------------------------------------------------------- by itself
+
+
+class _Alone:
+    """An item's own way to be done: ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.ended = asyncio.Event()
+
+    async def __call__(self) -> Row:
+        self.num_begun += 1
+        await self.ended.wait()
+        return (0, 1000)
+
+
+async def test_one_that_comes_by_itself_goes_its_own_way_and_what_comes_meanwhile_together(
+    server: _Server, batched: BatchedCalls
+) -> None:
+    alone = _Alone()
+    first = asyncio.create_task(batched.call({"n": 1}, alone))
+    await _until(lambda: alone.num_begun == 1)
+    others = [asyncio.create_task(batched.call({"n": n}, alone)) for n in (2, 3)]
+    await asyncio.sleep(0)
+    alone.ended.set()
+    await _until(lambda: len(server.batches) == 1)
+    server.answers[0].set_result(None)
+
+    assert await asyncio.gather(first, *others) == [(0, 1000), (0, 4), (1, 6)]
+    assert server.names(0) == [2, 3]
+    assert alone.num_begun == 1
+
+
+async def test_any_number_that_wait_by_themselves_hold_nobody_else_up(
+    server: _Server, batched: BatchedCalls
+) -> None:
+    waiting = _Alone()
+    stuck = []
+    for n in range(2 * MAX_SENDING):
+        stuck.append(asyncio.create_task(batched.call({"n": n}, waiting)))
+        await _until(lambda n=n: waiting.num_begun == n + 1)  # type: ignore[misc] # a default binds it
+
+    other = _ask(batched, 50)
+    await _until(lambda: len(server.batches) == 1)
+    server.answers[0].set_result(None)
+
+    assert await other[0] == (0, 100)
+    waiting.ended.set()
+    assert await asyncio.gather(*stuck) == [(0, 1000)] * len(stuck)
+    assert batched._num_late_alone == 0
+
+
+async def test_what_one_by_itself_raises_its_caller_hears(batched: BatchedCalls) -> None:
+    async def alone() -> Row:
+        raise psycopg.errors.RaiseException("of another kind")
+
+    with pytest.raises(psycopg.errors.RaiseException, match="of another kind"):
+        await batched.call({"n": 1}, alone)
+
+
+async def test_closing_ends_one_by_itself_too(batched: BatchedCalls) -> None:
+    alone = _Alone()
+    asked = asyncio.create_task(batched.call({"n": 1}, alone))
+    await _until(lambda: alone.num_begun == 1)
+
+    await batched.close()
+
+    with pytest.raises(DatabaseUnavailableError):
+        await asked

@@ -10,6 +10,7 @@ import pytest
 from loraplex_platform.db import calls
 from loraplex_platform.db.errors import DatabaseUnavailableError
 from loraplex_platform.db.session import open_database
+from sqlalchemy import QueuePool
 
 from tests.support.postgres import database_settings, serving_url, until_in_statement
 
@@ -125,3 +126,27 @@ async def test_a_statement_at_fault_is_not_repeated(db: Database) -> None:
         await db.sessions.calls.call("select 1 / %(zero)s", {"zero": 0})
 
     assert await db.sessions.calls.call("select 1", {}) == (1,)
+
+
+async def test_who_waits_for_a_connection_gets_the_next_one_that_is_free(db_url: str) -> None:
+    settings = database_settings(serving_url(db_url), database_pool_size=2)
+    async with open_database(settings) as database:
+        slow = "select pg_backend_pid(), pg_sleep(0.05)"
+
+        pids = await asyncio.gather(*(database.sessions.calls.call(slow, {}) for _ in range(9)))
+
+    assert len({pid for pid, _ in pids}) == 2
+
+
+async def test_a_connection_goes_back_to_the_pool_now_and_then(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await db.sessions.calls.call(_PID, {"n": 1})
+    pool = db.sessions.calls._engine.pool
+    assert isinstance(pool, QueuePool)
+    num_kept = pool.checkedout()
+
+    monkeypatch.setattr(calls, "KEPT_S", 0.0)
+    await db.sessions.calls.call(_PID, {"n": 1})
+
+    assert (num_kept, pool.checkedout()) == (1, 0)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from loraplex_engine.artifact import without_login
+from loraplex_engine.urls import POSTGRES_SCHEMES, REDIS_SCHEMES, url_fault
 from loraplex_platform.cli.doctor_commands import _print
 from loraplex_platform.doctor.look import Look
 from loraplex_platform.doctor.run import all_checks, as_json, examine
 from loraplex_platform.local.data_dir import DataDir
-from loraplex_platform.urls import POSTGRES_SCHEMES, REDIS_SCHEMES, url_fault
 
 from tests.platform.doctor.conftest import Ask
 

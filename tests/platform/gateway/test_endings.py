@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from loraplex_platform.db import Request
 from loraplex_platform.db.session import DatabaseUnavailableError
 from loraplex_platform.gateway import pump_supervisor
 from loraplex_platform.gateway.errors import GatewayDrainingError
+from loraplex_platform.gateway.job import Job
 from loraplex_platform.metering import service as metering
 from loraplex_platform.metering.records import Renewal
 from sqlalchemy import select
@@ -35,6 +37,28 @@ async def _reserved(stand: Stand) -> bool:
     async with stand.db.sessions() as session:
         found = await session.scalars(select(Request.id).where(Request.state == "reserved"))
         return found.first() is not None
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_request_leaves_nothing_for_the_garbage_collector(
+    stand: Stand, is_stream: bool
+) -> None:
+    body = _BODY | {"max_tokens": 3, "stream": is_stream}
+    await stand.settled()
+    gc.collect()
+    gc.disable()
+    try:
+        async with stand.http() as client:
+            answer = await client.post("/v1/chat/completions", json=body)
+        await stand.settled()
+
+        left = [thing for thing in gc.get_objects() if isinstance(thing, Job)]
+    finally:
+        gc.enable()
+
+    assert answer.status_code == 200
+    assert left == []
+    await stand.check_books()
 
 
 # ---------------------------------------------------------------------------- client gone

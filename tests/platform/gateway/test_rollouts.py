@@ -298,20 +298,25 @@ async def test_a_key_that_may_not_call_the_canary_is_outside_of_the_rollout(stan
     assert revision_of(inside) == revision_of(by_name) == deployed.canary_id
 
 
-@pytest.mark.slow
 async def test_an_abort_leaves_a_stream_on_its_revision(stand: Stand) -> None:
     deployed = await Deployed.make(stand)
     rollout_id = await deployed.roll_out(weight_bp=10_000)
     stand.engine.script = says("one two three four")
     stand.engine.pause()
     body = {"model": deployed.name, "messages": HELLO, "stream": True, "max_tokens": 32}
-    async with stand.http().stream("POST", "/v1/chat/completions", json=body) as response:
-        await eventually(lambda: len(stand.generated) == 1, "a stream")
-        await rollouts.abort_rollout(stand.db, rollout_id)
-        after = asyncio.create_task(deployed.ask(max_tokens=4))
-        await eventually(lambda: len(stand.generated) == 2, "a request after it")
-        stand.engine.resume()
-        frames = [line async for line in response.aiter_lines() if line]
+
+    async def stream() -> tuple[httpx.Response, list[str]]:
+        # Its headers come with the first token.
+        async with stand.http().stream("POST", "/v1/chat/completions", json=body) as response:
+            return response, [line async for line in response.aiter_lines() if line]
+
+    streaming = asyncio.create_task(stream())
+    await eventually(lambda: len(stand.generated) == 1, "a stream")
+    await rollouts.abort_rollout(stand.db, rollout_id)
+    after = asyncio.create_task(deployed.ask(max_tokens=4))
+    await eventually(lambda: len(stand.generated) == 2, "a request after it")
+    stand.engine.resume()
+    response, frames = await streaming
 
     assert frames[-1] == "data: [DONE]"
     assert revision_of(response) == deployed.canary_id

@@ -127,7 +127,11 @@ def test_the_template_says_which_format_unless_a_setting_does(
 
 
 def test_the_setting_takes_only_formats_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = {"model_dir": "/m", "database_url": "x", "key_pepper": "0123456789abcdef" * 2}
+    required = {
+        "model_dir": "/m",
+        "database_url": "postgresql://x",
+        "key_pepper": "0123456789abcdef" * 2,
+    }
     required["salt_key"] = required["key_pepper"]
     assert {"auto", *(one.name for one in FORMATS)} == set(get_args(ToolFormatName))
     monkeypatch.setenv("LORAPLEX_TOOL_FORMAT", "llama")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from loraplex_platform.db import Request, Rollout
 from loraplex_platform.db.session import DatabaseUnavailableError
@@ -33,6 +34,24 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 BUILD = "sha256:" + "b" * 64
 
 
+async def unservable(stand: Stand, db_url: str, cause: str) -> dict[str, Any]:
+    """What a revision says that no request can be served by."""
+    if cause == "build gone":
+        return {"engine_build_id": await rollouts.add_build(stand.db, BASE, BUILD)}
+    if cause == "no price":
+        book_id = uuid7()
+        with psycopg.connect(db_url) as owner:
+            # As one that was in force long ago: a trigger lets none begin but as a draft.
+            owner.execute("set session_replication_role = replica")
+            owner.execute(
+                "insert into price_books (id, name, status, effective_from, effective_to, published_at) values"
+                " (%s, 'without prices', 'published', '2010-01-01', '2010-01-02', '2010-01-01')",
+                [book_id],
+            )
+        return {"price_book_id": book_id}
+    return {"params": {"temperature": "hot"}}
+
+
 async def without_build(stand: Stand, **values: Any) -> tuple[Deployed, UUID]:
     """A rollout to a build that no replica has."""
     build_id = await rollouts.add_build(stand.db, BASE, BUILD)
@@ -47,9 +66,20 @@ async def rows_of(stand: Stand, rollout_id: UUID) -> Sequence[Request]:
         return (await session.scalars(statement)).all()
 
 
-async def test_a_canary_whose_build_is_gone_is_aborted(own_stand: Stand) -> None:
+@pytest.mark.parametrize(
+    ("cause", "status", "code"),
+    [
+        ("build gone", 503, "engine_unavailable"),
+        ("no price", 503, "no_price"),
+        pytest.param("params unreadable", 500, "revision_invalid", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_canary_that_can_serve_nobody_is_aborted(
+    own_stand: Stand, db_url: str, cause: str, status: int, code: str
+) -> None:
     stand = own_stand
-    deployed, rollout_id = await without_build(stand, weight_bp=5_000, step=0)
+    deployed = await Deployed.make(stand, **await unservable(stand, db_url, cause))
+    rollout_id = await deployed.roll_out(weight_bp=5_000, step=0)
     gate = {
         "gates": GateSettings.model_validate(ERRORS_ONLY).model_dump(),
         "promotion": "automatic",
@@ -65,9 +95,9 @@ async def test_a_canary_whose_build_is_gone_is_aborted(own_stand: Stand) -> None
     rows = await rows_of(stand, rollout_id)
     refused = [row for row in rows if row.state == "voided"]
     assert len(rows) == 100
-    assert len(refused) == statuses.count(503) > 20
+    assert len(refused) == statuses.count(status) > 20
     assert {(row.arm, row.http_status, row.error_code) for row in refused} == {
-        ("canary", 503, "engine_unavailable")
+        ("canary", status, code)
     }
     assert {row.arm for row in rows if row.state == "settled"} == {"stable"}
     plan = GateSettings.model_validate(ERRORS_ONLY).plan("canary", 1)
