@@ -30,6 +30,8 @@ in_range = import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python3.13; do \
 	if $$p -c '$(in_range)' 2>/dev/null; then echo $$p; break; fi; done)
 
+# What takes the pictures that the docs show.
+PICTURES := tests/e2e/test_console_story.py tests/e2e/test_console_pictures.py tests/admin_ui/test_fresh_platform.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
@@ -49,7 +51,7 @@ test-all: venv model chromium ## Run every test, the slow ones too
 
 screenshots: venv model chromium ## Take the pictures in docs/screenshots anew, by the browser tests (minutes)
 	rm -f docs/screenshots/*.png
-	$(BIN)/python -m pytest -m browser --doc-screenshots tests/e2e tests/admin_ui $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m browser --doc-screenshots $(PICTURES) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q tests/test_docs.py -k "link or picture"
 
 lint: venv ## Check style, types and who imports whom

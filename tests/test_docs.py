@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from loraplex_admin.catalog import PAGES as CONSOLE
 from loraplex_engine.server_cli import make_parser
 from loraplex_platform import reference
 
@@ -124,6 +125,17 @@ def test_every_picture_of_the_console_is_shown_by_a_page_and_taken_by_a_test() -
     assert shown.keys() - screenshots.taken_by_tests() == set()
     assert 0 < len(files) <= screenshots.MAX_FILES
     assert max(files.values()) <= screenshots.MAX_BYTES
+    assert sum(files.values()) <= screenshots.MAX_BYTES_IN_ALL
+
+
+def test_every_page_of_the_console_has_its_section_with_all_its_looks() -> None:
+    sections = (ROOT / "docs/console.md").read_text().split("\n### ")[1:]
+
+    assert [one.partition("\n")[0] for one in sections] == [page.title for page in CONSOLE]
+    for page, text in zip(CONSOLE, sections, strict=True):
+        pictures = re.findall(r"\(screenshots/([\w-]+)\.png\)", text)
+        wanted = [screenshots.name_of(look, page.path) for look in screenshots.LOOKS]
+        assert list(dict.fromkeys(pictures)) == wanted
 
 
 def anchors(page: Path) -> set[str]:

@@ -16,6 +16,8 @@ from loraplex_admin.api import SESSION_COOKIE, Api, ApiError, ApiUnreachableErro
 
 # A file of our own: Streamlit fetches icons and emoji of its own from elsewhere.
 _ICON = Path(__file__).with_name("icon.png")
+# As wide as the longest of its titles: tables want the rest.
+_SIDEBAR_PX = 216
 
 
 def _page(page: catalog.Page, api: Api, access: Access, *, is_start: bool = False) -> StreamlitPage:
@@ -79,7 +81,12 @@ def _instead_of_any_page(draw: Callable[[], None]) -> None:
 
 def main() -> None:
     """Draw the page that the address names."""
-    st.set_page_config(page_title="Loraplex", page_icon=str(_ICON), layout="wide")
+    st.set_page_config(
+        page_title="Loraplex",
+        page_icon=str(_ICON),
+        layout="wide",
+        initial_sidebar_state=_SIDEBAR_PX,
+    )
     control_url = os.environ.get("LORAPLEX_CONTROL_URL", "http://127.0.0.1:8001")
     token = st.context.cookies.get(SESSION_COOKIE, "")
     api = Api(control_url, token, transport=connections.shared())

@@ -48,6 +48,15 @@ def time(unix_s: int | None, zone_name: str = "UTC") -> str:
     return f"{datetime.fromtimestamp(unix_s, known):%Y-%m-%d %H:%M} {name}"
 
 
+def moment(unix_s: int | None, zone_name: str = "UTC") -> str:
+    """Shorter by the zone's name, for a table's cell: `2026-11-29 18:30 UTC`, `2026-11-29 19:30 +01:00`."""
+    if unix_s is None:
+        return "–"
+    known, name = _zone(zone_name)
+    at = datetime.fromtimestamp(unix_s, known)
+    return f"{at:%Y-%m-%d %H:%M} {name if name == 'UTC' else at.isoformat()[-6:]}"
+
+
 def zone(name: str) -> tzinfo:
     """A time zone by its name; UTC where this machine does not know it."""
     return _zone(name)[0]
@@ -77,12 +86,12 @@ def span(seconds: float) -> str:
 
 
 def reset(unix_s: int | None, zone_name: str, now_s: float) -> str:
-    """When a limit begins anew, exactly: `2026-12-01 00:00 Europe/Berlin, in 4 h 12 min`."""
+    """When a limit begins anew, exactly: `2026-12-01 00:00 +01:00, in 4 h 12 min`."""
     if unix_s is None:
         return "never"
     if unix_s <= now_s:
-        return f"{time(unix_s, zone_name)}, now"
-    return f"{time(unix_s, zone_name)}, in {span(unix_s - now_s)}"
+        return f"{moment(unix_s, zone_name)}, now"
+    return f"{moment(unix_s, zone_name)}, in {span(unix_s - now_s)}"
 
 
 def amount(value: str | None, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from loraplex_admin.access import Access
@@ -129,6 +130,13 @@ def records(test: AppTest, column: str) -> list[dict[str, Any]]:
     for element in test.dataframe:
         if column in element.value.columns:
             return list(element.value.to_dict("records"))
+    for element in test.table:  # of Markdown, in which all that could mean something is escaped
+        if column in element.value.columns:
+            rows = element.value.to_dict("records")
+            return [
+                {name: re.sub(r"\\(.)", r"\1", str(cell)) for name, cell in row.items()}
+                for row in rows
+            ]
     raise AssertionError(f"no table has a column {column!r}")
 
 

@@ -54,26 +54,19 @@ BASE_ANSWER = "I am the base model. Please stop."
 ADAPTER_ANSWER = "Paris is the capital of France."
 
 
-@dataclass
-class Stand:
-    """What a test of the console touches."""
+@dataclass(kw_only=True)
+class Platform:
+    """A platform as its people reach it: control API and gateway, wherever they run.
+
+    Attributes:
+        http: the control API, with the admin key.
+        apis: of everybody who has logged in, to be closed.
+    """
 
     control_url: str
     gateway_url: str
-    engine: FakeEngine
-    loop: asyncio.AbstractEventLoop
-    http: httpx.Client  # with the admin key
+    http: httpx.Client
     apis: list[Api] = field(default_factory=list)
-    base_script: Script = field(
-        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(BASE_ANSWER), 2])
-    )
-    adapter_script: Script = field(
-        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(ADAPTER_ANSWER), 2])
-    )
-
-    def script_for(self, request: Generate) -> Script:
-        """The base says one thing, every adapter another."""
-        return self.base_script if request.adapter_digest is None else self.adapter_script
 
     def user(self, role: str, email: str | None = None) -> str:
         """A new user; their e-mail. The password is `PASSWORD`."""
@@ -119,6 +112,12 @@ class Stand:
         assert answer.is_success, answer.text
         return dict(answer.json())
 
+    def read(self, path: str) -> dict[str, Any]:
+        """GET with the admin key, below /admin/v1; must succeed."""
+        answer = self.http.get(f"/admin/v1{path}")
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
     def tenant(self, slug: str, name: str | None = None) -> dict[str, Any]:
         """A new tenant."""
         return self.post("/tenants", json={"slug": slug} | ({"name": name} if name else {}))
@@ -149,12 +148,33 @@ class Stand:
         assert answer.is_success, answer.text
         return dict(answer.json())
 
-    def ask(self, secret: str, model: str = BASE) -> httpx.Response:
+    def ask(
+        self, secret: str, model: str = BASE, text: str = "hello", user: str | None = None
+    ) -> httpx.Response:
         """A request of a tenant's own, at the gateway."""
-        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        message = {"role": "user", "content": text}
+        body = {"model": model, "messages": [message], "max_tokens": 32, "user": user}
         headers = {"authorization": f"Bearer {secret}"}
         url = f"{self.gateway_url}/v1/chat/completions"
         return httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S)
+
+
+@dataclass(kw_only=True)
+class Stand(Platform):
+    """The platform of most tests: in a thread of the test's process, with a scripted engine."""
+
+    engine: FakeEngine
+    loop: asyncio.AbstractEventLoop
+    base_script: Script = field(
+        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(BASE_ANSWER), 2])
+    )
+    adapter_script: Script = field(
+        default_factory=lambda: Script(token_ids=[*tiny_model.ids_of(ADAPTER_ANSWER), 2])
+    )
+
+    def script_for(self, request: Generate) -> Script:
+        """The base says one thing, every adapter another."""
+        return self.base_script if request.adapter_digest is None else self.adapter_script
 
     def run(self, coroutine: Any) -> Any:
         """A coroutine, on the stand's loop."""
@@ -191,12 +211,13 @@ async def _serving(app: Any) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def _platform(
-    db_url: str, redis_url: str, folder: Path, console_url: str
+    db_url: str, redis_url: str, folder: Path, console_url: str, *, has_engine: bool
 ) -> AsyncIterator[tuple[str, str, FakeEngine]]:
     async with AsyncExitStack() as stack:
         engine = FakeEngine(folder, max_model_len=tiny_model.CONTEXT_LENGTH, vocab_size=400)
         await stack.enter_async_context(engine)
-        announce(redis_url, engine)
+        if has_engine:
+            announce(redis_url, engine)
         (folder / "gateway").mkdir()
         gateway = await stack.enter_async_context(
             open_gateway(gateway_stand.settings_for(db_url, redis_url, folder / "gateway"))
@@ -225,13 +246,19 @@ async def _platform(
             }
         )
         await stack.enter_async_context(open_worker(worker))
-        await until(lambda: gateway.router.num_ready > 0)
+        if has_engine:
+            await until(lambda: gateway.router.num_ready > 0)
         yield await stack.enter_async_context(_serving(app)), gateway_url, engine
 
 
 @contextmanager
 def stand(
-    db_url: str, redis_url: str, folder: Path, *, console_url: str = "http://127.0.0.1:8501"
+    db_url: str,
+    redis_url: str,
+    folder: Path,
+    *,
+    console_url: str = "http://127.0.0.1:8501",
+    has_engine: bool = True,
 ) -> Iterator[Stand]:
     """Run a platform in a thread until the block ends.
 
@@ -239,6 +266,7 @@ def stand(
         db_url, redis_url: empty, for this stand alone.
         folder: with a short name, for sockets.
         console_url: where the login form leads to.
+        has_engine: the engine has announced itself; else the fleet has none yet.
     """
     ready = threading.Event()
     box: dict[str, Any] = {}
@@ -246,7 +274,9 @@ def stand(
     async def live() -> None:
         box["stop"] = asyncio.Event()
         box["loop"] = asyncio.get_running_loop()
-        async with _platform(db_url, redis_url, folder, console_url) as found:
+        async with _platform(
+            db_url, redis_url, folder, console_url, has_engine=has_engine
+        ) as found:
             box["url"], box["gateway_url"], box["engine"] = found
             ready.set()
             await box["stop"].wait()
@@ -268,7 +298,13 @@ def stand(
             raise box["error"]
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         with httpx.Client(base_url=box["url"], headers=headers, timeout=_TIMEOUT_S) as client:
-            made = Stand(box["url"], box["gateway_url"], box["engine"], box["loop"], client)
+            made = Stand(
+                control_url=box["url"],
+                gateway_url=box["gateway_url"],
+                http=client,
+                engine=box["engine"],
+                loop=box["loop"],
+            )
             made.engine.script_for = made.script_for
             yield made
             for api in made.apis:

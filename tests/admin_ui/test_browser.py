@@ -1,16 +1,16 @@
 """Every page in a real browser, by every role: it stands, nothing in a name comes alive, nothing is fetched from elsewhere.
 
-`--screenshots FOLDER` keeps pictures of all pages there: light, dark, narrow, empty and full.
+`--screenshots FOLDER` keeps pictures of all pages there: by role, dark, narrow, hostile and bare. Those in the docs are
+taken elsewhere (test_fresh_platform.py, tests/e2e/test_console_pictures.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlencode, urlsplit
 
 import pytest
-from loraplex_admin.api import SESSION_COOKIE, Api
+from loraplex_admin.api import Api
 from loraplex_admin.catalog import PAGES, pages_for
 from loraplex_platform.control.permissions import TENANT_ROLES
 from playwright.sync_api import Browser, Page
@@ -18,7 +18,8 @@ from playwright.sync_api import Browser, Page
 from tests.admin_ui.altered import Altered
 from tests.admin_ui.corpus import CORPUS
 from tests.admin_ui.driver import access_of
-from tests.admin_ui.stand import Stand, cookie_of
+from tests.admin_ui.stand import Stand
+from tests.admin_ui.visitor import address, enter, width_beyond
 from tests.support import browser
 from tests.support.screenshots import Pictures
 
@@ -54,23 +55,6 @@ def session_of(platform: Stand, tenant: dict[str, Any], role: str) -> Api:
     return platform.member(tenant["id"], role)
 
 
-def enter(chromium: Browser, url: str, api: Api, **options: Any) -> tuple[Page, list[str]]:
-    """A page of somebody who is logged in, and what went wrong on it: dialogs, errors, strange addresses."""
-    page = browser.open_page(chromium, **options)
-    trouble: list[str] = []
-    page.on("dialog", lambda dialog: (trouble.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    page.on("pageerror", lambda error: trouble.append(f"error {error}"))
-    host = urlsplit(url).netloc
-
-    def watch(request: Any) -> None:
-        if urlsplit(request.url).netloc not in (host, "") and request.url.startswith("http"):
-            trouble.append(f"fetched {request.url}")
-
-    page.on("request", watch)
-    page.context.add_cookies([{"name": SESSION_COOKIE, "value": cookie_of(api), "url": url}])
-    return page, trouble
-
-
 @pytest.fixture(scope="module")
 def operator(
     platform: Stand, chromium: Browser, console_url: str
@@ -79,17 +63,6 @@ def operator(
     page, trouble = enter(chromium, console_url, platform.api())
     yield page, trouble
     page.context.close()
-
-
-def address(path: str, tenant: dict[str, Any]) -> str:
-    """A page with what is open on it."""
-    query = {"tenant": tenant["slug"]} | tenant.get("opened", {}).get(path, {})
-    return f"{path}?{urlencode(query)}"
-
-
-def width_beyond(page: Page) -> int:
-    """By how much the page is wider than its window, in pixels."""
-    return int(page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
 
 
 @pytest.mark.parametrize("role", quick(ROLES, QUICK_ROLES))
@@ -191,5 +164,5 @@ def test_an_empty_tenant_stands_on_every_page(
     browser.visit(page, console_url, address(path, empty))
 
     assert not page.get_by_test_id("stException").count()
-    pictures.take(page, f"empty-{path}")
+    pictures.take(page, f"bare-{path}")
     assert trouble == []

@@ -141,3 +141,20 @@ def test_live_figures_keep_to_one_call_a_second(
 )
 def test_a_part_with_many_calls_runs_seldom(calls: int, every_s: float, interval_s: float) -> None:
     assert live.interval_s(calls, every_s) == interval_s
+
+
+def _sentences():  # AppTest runs its text alone
+    from loraplex_admin.components.sentences import sentences
+
+    sentences([{"gate": "ttft", "in words": "p95 144 ms *against* 45 <b>ms</b>, tolerated x1.5"}])
+
+
+def test_sentences_are_shown_in_whole_and_as_they_are() -> None:
+    """In a table whose cells wrap, which reads Markdown: it is given none."""
+    test = checked(AppTest.from_function(_sentences).run())
+
+    [table] = test.table
+    assert table.value["in words"][0] == (
+        r"p95 144 ms \*against\* 45 \<b\>ms\<\/b\>\, tolerated x1\.5"
+    )
+    assert not test.dataframe

@@ -73,6 +73,18 @@ def test_a_full_tenant_is_shown_with_what_is_open(
     assert test.dataframe or path in ("playground", "invariants", "fleet"), words(test)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_list_whose_rows_open_has_no_room_for_their_ids(
+    path: str, admin: Api, access: Access, full: dict[str, Any]
+) -> None:
+    """They stand in what is opened; only of a request the id is what people ask by."""
+    test = open_page(path, admin, full, access=access)
+
+    for element in test.dataframe:
+        if element.proto.selection_mode and path != "requests":
+            assert "id" not in element.value.columns
+
+
 @pytest.fixture
 def altered() -> Iterator[Altered]:
     made = Altered()

@@ -69,13 +69,14 @@ def test_code_is_fenced_by_more_backticks_than_are_in_it(text: str, shown: str) 
 def test_times_are_in_the_tenants_zone_and_a_reset_is_exact() -> None:
     assert fmt.time(0, "Europe/Berlin") == "1970-01-01 01:00 Europe/Berlin"
     assert fmt.time(0, "Asia/Kathmandu") == "1970-01-01 05:30 Asia/Kathmandu"
+    assert fmt.moment(0, "Asia/Kathmandu") == "1970-01-01 05:30 +05:30"
+    assert fmt.moment(0, "UTC") == "1970-01-01 00:00 UTC"
+    assert fmt.moment(None, "UTC") == "–"
     for unknown in ("No/Where", "x" * 10_000, "../../etc/passwd", "\0"):
         assert fmt.time(0, unknown) == "1970-01-01 00:00 UTC"
     # The night in which Berlin's clocks go forward: the month ends an hour sooner than one would count.
     start_s, end_s = 1774738800, 1774994400
-    assert (
-        fmt.reset(end_s, "Europe/Berlin", start_s) == "2026-04-01 00:00 Europe/Berlin, in 2 d 23 h"
-    )
+    assert fmt.reset(end_s, "Europe/Berlin", start_s) == "2026-04-01 00:00 +02:00, in 2 d 23 h"
     assert fmt.reset(None, "UTC", 0) == "never"
     assert fmt.reset(10, "UTC", 10) == "1970-01-01 00:00 UTC, now"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from loraplex_admin.api import Api
+from loraplex_admin.views import invoices
 from streamlit.testing.v1 import AppTest
 
 from tests.admin_ui.driver import confirm, fill, open_page, press, records, table, words
@@ -47,7 +48,7 @@ def test_a_limit_is_set_read_with_its_exact_reset_changed_and_removed(
     assert row["counts"] == "cost a month"
     assert row["alerts at"] == "50 %, 80 %"
     # The first of a month in Berlin, and how long that is.
-    assert re.fullmatch(r"\d{4}-\d\d-01 00:00 Europe/Berlin, in .+", row["begins anew"])
+    assert re.fullmatch(r"\d{4}-\d\d-01 00:00 \+0[12]:00, in .+", row["begins anew"])
 
     [limit] = admin.of_platform("limits").page(tenant_id=tenant["id"])["data"]
     opened = open_page("limits", admin, tenant, id=limit["id"])
@@ -183,6 +184,22 @@ def test_prices_are_drafted_previewed_published_and_what_was_stale_is_shown(
 
 
 # --------------------------------------------------------------------------------- invoices
+
+
+@pytest.mark.parametrize(
+    ("price_class", "unit_price_usd", "shown"),
+    [
+        ("input", "0.00000003", "$0.03 per 1M tokens"),
+        ("request", "0.002", "$0.002 per request"),
+        ("adapter_hour", "0.05", "$0.05 per hour"),
+        (None, "-5.00", "-$5.00"),
+    ],
+)
+def test_a_line_has_the_price_that_its_book_has(
+    price_class: str | None, unit_price_usd: str, shown: str
+) -> None:
+    line = {"price_class": price_class, "unit_price_usd": unit_price_usd}
+    assert invoices.say_price(line) == shown
 
 
 def test_an_invoice_is_drafted_read_taken_as_a_file_and_not_finalized_too_soon(

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from loraplex_admin import format as fmt
 from loraplex_admin.api import Api
 
 from tests.admin_ui.driver import (
@@ -106,6 +107,10 @@ def test_the_audit_log_is_filtered_in_the_address_and_shows_what_changed(
     opened = open_page("audit", admin, tenant, object_id=key["id"], id=newest["id"])
     changes = {row["field"]: row for row in records(opened, "before")}
     assert changes["name"]["before"] == '"first"'
+    # Whom it concerns, in whole, where the list's cells are too narrow.
+    assert fmt.code(key["id"]) in words(opened)
+    assert "tenant" not in table(opened, "audit").columns
+    assert "tenant" in table(open_page("audit", admin), "audit").columns
     # A file that a spreadsheet opens: no cell begins a formula.
     csv = admin.download("/audit", format="csv", tenant_id=tenant["id"]).decode()
     assert not [

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex_admin.catalog import PAGES
 from PIL import Image
 from playwright.sync_api import Page
 
@@ -19,12 +20,24 @@ from tests.support import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "screenshots"
-# What takes pictures that a page may show, under literal names.
-TESTS = (*(ROOT / "tests" / "e2e").glob("*.py"), *(ROOT / "tests" / "admin_ui").glob("*.py"))
+# What takes pictures that a page may show: all that `make screenshots` runs.
+TESTS = tuple(
+    ROOT / path
+    for path in re.findall(r"^PICTURES := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[
+        0
+    ].split()
+)
+# Each page of the console in the docs: with something of everything in it, for a bright and a dark room and for a phone;
+# and before there is anything.
+LOOKS = ("light", "dark", "narrow", "empty")
 MAX_BYTES = 150_000
-MAX_FILES = 25
-# Text on two or three colours of ground looks the same, in less than half of the bytes.
-_COLOURS = 256
+# The looks of 21 pages, and the steps of the story.
+MAX_FILES = len(LOOKS) * len(PAGES) + 10
+# Of a clone, for good: every renewal of a picture stays in its history.
+MAX_BYTES_IN_ALL = 5_000_000
+# Text on two or three colours of ground looks the same, in a third of the bytes.
+_COLOURS = 64
+_TRIES = 5
 _MIN_HEIGHT, _MAX_HEIGHT = 640, 2400
 # Streamlit scrolls its own parts, not the document: the window is made as high as what is in them.
 _HEIGHT = """() => {
@@ -50,9 +63,14 @@ def shown_in_docs() -> dict[str, list[str]]:
     return found
 
 
+def name_of(look: str, path: str) -> str:
+    """What one of the console's pages is called in one of `LOOKS`."""
+    return f"{path}-{look}"
+
+
 def taken_by_tests() -> set[str]:
-    """Names that tests take pictures under: all their literal texts."""
-    return {
+    """Names that tests take pictures under: of every page's looks, and all their literal texts."""
+    return {name_of(look, page.path) for look in LOOKS for page in PAGES} | {
         node.value
         for path in TESTS
         for node in ast.walk(ast.parse(path.read_text()))
@@ -93,16 +111,22 @@ def _whole(page: Page) -> bytes:
     assert before is not None
     height = max(_MIN_HEIGHT, min(_MAX_HEIGHT, int(page.evaluate(_HEIGHT))))
     page.set_viewport_size({"width": before["width"], "height": height})
-    browser.settle(page)
     try:
-        return page.screenshot(animations="disabled")
+        for _ in range(_TRIES):
+            browser.settle(page)
+            png = page.screenshot(animations="disabled")
+            # Live figures are drawn anew every few seconds, and are pale meanwhile.
+            if not page.locator('[data-stale="true"]').count():
+                break
+        return png
     finally:
         page.set_viewport_size(before)
 
 
 def _small(png: bytes) -> bytes:
     with Image.open(io.BytesIO(png)) as image:
-        few = image.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+        # By k-means: else what is rare and bright (the logo, a badge) turns grey.
+        few = image.convert("RGB").quantize(_COLOURS, kmeans=1, dither=Image.Dither.NONE)
     out = io.BytesIO()
     few.save(out, "PNG", optimize=True)
     assert len(out.getvalue()) <= MAX_BYTES, f"{len(out.getvalue())} bytes: show less of the page"

@@ -59,7 +59,7 @@ def lines(
             "color": alt.Color(
                 f"{series}:N",
                 title=None,
-                legend=alt.Legend(orient="top", labelLimit=220, columns=3),
+                legend=alt.Legend(orient="top", labelLimit=160, columns=2),
             )
         }
         if series

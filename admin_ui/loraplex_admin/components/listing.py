@@ -16,6 +16,7 @@ from loraplex_admin import choices
 from loraplex_admin import format as fmt
 from loraplex_admin.api import ApiError, Page
 from loraplex_admin.components import address
+from loraplex_admin.components.sentences import sentences
 
 _NOT_FOUND = 404
 
@@ -62,6 +63,7 @@ class Listing:
         search_label: of the search box; None: there is none.
         is_main: the page's own list: its place in the address is `q`, `after`, `id`.
         can_open: rows are chosen, to see more of one.
+        wraps: rows cannot be opened, and are sentences: shown in whole.
         has_all: what is opened is read from this page's rows, so only what is among them can be.
     """
 
@@ -72,6 +74,7 @@ class Listing:
     search_label: str | None = None
     is_main: bool = True
     can_open: bool = True
+    wraps: bool = False
     has_all: bool = False
 
     def show(self) -> str | None:
@@ -172,6 +175,9 @@ class Listing:
         times = st.session_state.get(f"{self.name}_times", 0)
         key = f"{self.name}_table_{zlib.crc32(chr(10).join(ids).encode()):x}_{times}"
         config = self.columns.config(list(rows[0]))
+        if self.wraps:
+            sentences(rows)
+            return None
         if not self.can_open:
             st.dataframe(rows, hide_index=True, height="content", column_config=config, key=key)
             return None

@@ -10,6 +10,7 @@ from loraplex_admin.api import Adapter, AdapterVersion, Api, ApiError, Tenant
 from loraplex_admin.components import confirm, forms
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
+from loraplex_admin.components.sentences import sentences
 from loraplex_admin.resources import Collection
 
 
@@ -47,7 +48,7 @@ def _aliases(aliases: Collection, adapter: Adapter, zone: str, *, can_write: boo
                 "alias": fmt.cell(one["alias"]),
                 "names": f"version {one['version']}",
                 "digest": fmt.digest(one["digest"]),
-                "since": fmt.time(one["updated_at"], zone),
+                "since": fmt.moment(one["updated_at"], zone),
             },
             wide=("alias",),
         ),
@@ -60,7 +61,7 @@ def _aliases(aliases: Collection, adapter: Adapter, zone: str, *, can_write: boo
         st.dataframe(
             [
                 {
-                    "from then on": fmt.time(one["at"], zone),
+                    "from then on": fmt.moment(one["at"], zone),
                     f"{fmt.cell(open_alias)} named": names.get(
                         one["version_id"] or "", "nothing: it was deleted"
                     ),
@@ -161,7 +162,7 @@ def report(version: AdapterVersion, *, key: str) -> None:
     figures[2].metric("Largest norm", f"{found['norms']['max']:.3g}")
     changed = "not asked" if probe is None else f"{probe['changed']} / {len(probe['samples'])}"
     figures[3].metric("Answers changed", changed)
-    st.dataframe(
+    sentences(
         [
             {
                 "check": check["name"],
@@ -169,10 +170,7 @@ def report(version: AdapterVersion, *, key: str) -> None:
                 "detail": check["detail"],
             }
             for check in found["checks"]
-        ],
-        hide_index=True,
-        column_config={"detail": st.column_config.TextColumn(width="large")},
-        key=f"checks_{key}",
+        ]
     )
     if probe is None:
         return

@@ -115,7 +115,7 @@ def _adapter_cells(adapter: Adapter, zone: str) -> dict[str, object]:
         "newest": "–" if newest is None else f"v{newest['version']}, {newest['status']}",
         "rank": "–" if newest is None else str(newest["rank"]),
         "digest": "–" if newest is None else fmt.digest(newest["digest"]),
-        "since": fmt.time(adapter["created_at"], zone),
+        "since": fmt.moment(adapter["created_at"], zone),
     }
 
 
@@ -161,7 +161,7 @@ def _import(api: Api, tenant: Tenant) -> None:
                         "state": one["state"],
                         "came": _progress(one),
                         "trouble": fmt.cell(one["error"] and one["error"]["message"]) or "–",
-                        "began": fmt.time(one["created_at"], zone),
+                        "began": fmt.moment(one["created_at"], zone),
                     },
                     wide=("from", "trouble"),
                 ),

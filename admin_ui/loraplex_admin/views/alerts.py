@@ -85,10 +85,10 @@ def _say_kind(kind: str) -> str:
     return KINDS.get(kind, kind.replace("_", " "))
 
 
-def cells(alert: Row, zone: str) -> dict[str, Any]:
+def cells(alert: Row, zone: str) -> dict[str, str]:
     """An alert as a table shows it."""
     return {
-        "time": fmt.time(alert["at"], zone),
+        "time": fmt.moment(alert["at"], zone),
         "severity": alert["severity"],
         "what": fmt.cell(alert["summary"]),
         "kind": _say_kind(alert["kind"]),

@@ -41,11 +41,19 @@ def render(api: Api, access: Access) -> None:
         found.extend(page["data"])
         return page
 
+    def cells(one: Row) -> dict[str, object]:
+        # Whose it is says the box above.
+        return {
+            name: cell
+            for name, cell in _cells(one, zone).items()
+            if name != "tenant" or tenant is None
+        }
+
     is_narrow = any(value for name, value in wanted.items() if name != "tenant_id")
     open_id = Listing(
         "audit",
         fetch=fetch,
-        columns=Columns(lambda one: _cells(one, zone), wide=("action", "what")),
+        columns=Columns(cells, wide=("action",), widest=("what",)),
         empty="Nothing matches. Take a filter out."
         if is_narrow
         else "Nothing has been changed here yet.",
@@ -130,7 +138,7 @@ def _midnight(day: date | None, zone: str) -> str | None:
 
 def _cells(entry: Row, zone: str) -> dict[str, object]:
     return {
-        "time": fmt.time(entry["at"], zone),
+        "time": fmt.moment(entry["at"], zone),
         "who": entry["actor_id"] or entry["actor_kind"].replace("_", " "),
         "action": entry["action"],
         "what": entry["object_id"] or entry["object_kind"],
@@ -142,6 +150,12 @@ def _cells(entry: Row, zone: str) -> dict[str, object]:
 def _entry(entry: Row, zone: str) -> None:
     with st.container(border=True):
         st.markdown(f"{fmt.code(entry['action'])} · {fmt.time(entry['at'], zone)}")
+        ids = (
+            ("by", entry["actor_id"] or entry["actor_kind"].replace("_", " ")),
+            ("of", entry["object_id"] or entry["object_kind"]),
+            ("in the request", entry["request_id"]),
+        )
+        st.caption(" · ".join(f"{what} {fmt.code(id_)}" for what, id_ in ids if id_))
         before, after = entry["before"] or {}, entry["after"] or {}
         if before or after:
             st.dataframe(
@@ -182,7 +196,7 @@ def _chain(api: Api, tenant_id: str | None) -> None:
                     "of": one["id"],
                     "newest": fmt.count(one["seq"]),
                     "hash": one["hash"],
-                    "since": fmt.time(one["updated_at"]),
+                    "since": fmt.moment(one["updated_at"]),
                 }
                 for one in chains
             ],

@@ -82,7 +82,7 @@ def _cells(deployment: Row, zone: str) -> dict[str, object]:
         "digest": fmt.digest(revision["digest"]),
         "revision": str(revision["number"]),
         "follows": _say_follow(deployment),
-        "since": fmt.time(deployment["updated_at"], zone),
+        "since": fmt.moment(deployment["updated_at"], zone),
     }
 
 
@@ -232,10 +232,9 @@ def _revisions(api: Api, tenant: Tenant | None, deployment: Row) -> None:
                 "parameters": fmt.cell(json.dumps(one["params"], ensure_ascii=False))
                 if one["params"]
                 else "–",
-                "made": fmt.time(one["created_at"], zone),
-                "id": one["id"],
+                "made": fmt.moment(one["created_at"], zone),
             },
-            wide=("adapter", "parameters"),
+            wide=("adapter",),
         ),
         empty="It has no revision yet.",
         is_main=False,

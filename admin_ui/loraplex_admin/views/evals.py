@@ -53,7 +53,7 @@ def _suites(api: Api, tenant: Tenant, *, can_write: bool) -> dict[str, str]:
                 "version": str(one["version"]),
                 "cases": str(one["num_cases"]),
                 "of": one["owner"],
-                "changed": fmt.time(one["version_created_at"], zone),
+                "changed": fmt.moment(one["version_created_at"], zone),
             },
             numbers=("version", "cases"),
             wide=("name",),
@@ -199,7 +199,7 @@ def _newest(series: list[Row], zone: str) -> None:
                 "score": "–" if one["score"] is None else f"{one['score']:.1%}",
                 "state": one["state"],
                 "suite": f"v{one['suite_version']}",
-                "ended": fmt.time(one["ended_at"], zone),
+                "ended": fmt.moment(one["ended_at"], zone),
                 "run": one["run_id"],
             }
             for name, one in reversed(newest.items())
@@ -226,16 +226,16 @@ def _runs(api: Api, tenant: Tenant, suites: dict[str, str], *, can_write: bool) 
                 "state": one["state"],
                 "score": "–" if one["score"] is None else f"{one['score']:.1%}",
                 "cases": _counts(one),
-                "revision": one["revision_id"],
                 "engines": "mixed"
                 if one["has_mixed_engines"]
                 else "one build"
                 if one["fingerprints"]
                 else "–",
-                "began": fmt.time(one["started_at"], zone),
+                "began": fmt.moment(one["started_at"], zone),
+                "revision": one["revision_id"],
             },
             numbers=("score",),
-            wide=("suite", "cases"),
+            wide=("suite",),
         ),
         search_label="Search runs",
         empty="No run is so. Choose *any* state."

@@ -134,7 +134,7 @@ def _residency(replica: dict[str, Any], names: dict[str, list[str]]) -> None:
             for digest, tiers in sorted(digests.items(), key=lambda item: (-len(item[1]), item[0]))
         ],
         hide_index=True,
-        column_config={"adapter": st.column_config.TextColumn(width="large")},
+        column_config={"adapter": st.column_config.TextColumn(width="medium")},
         height=min(35 * (len(digests) + 1), 300),
         key=f"residency_{replica['replica_id']}",
     )
@@ -174,6 +174,8 @@ def _drift(api: Api) -> None:
     """Where the fleet is not as it is desired; silent where it is."""
     found = api.read("/fleet/drift")
     if not found["has_drift"]:
+        if not found["replicas"]:
+            return  # that there is none is said above
         st.success("Every replica is as it is desired.", icon=":material/check_circle:")
         return
     st.warning("The fleet is not as it is desired.", icon=":material/difference:")
@@ -181,7 +183,7 @@ def _drift(api: Api) -> None:
         {
             "where": replica["replica_id"],
             "what": f"adapter {missing['digest'].removeprefix('sha256:')[:12]} is not in memory",
-            "since": fmt.time(missing["since"]),
+            "since": fmt.moment(missing["since"]),
             "why": fmt.cell(missing["reason"])
             or ("loading" if missing["is_pinned"] else "not told yet"),
         }
@@ -204,7 +206,7 @@ def _drift(api: Api) -> None:
         {
             "where": "no replica",
             "what": f"build {build['fingerprint'][:12]} runs nowhere",
-            "since": fmt.time(build["since"]),
+            "since": fmt.moment(build["since"]),
             "why": "wanted by "
             + ", ".join(fmt.cell(one["deployment"]) for one in build["wanted_by"]),
         }
@@ -225,7 +227,7 @@ def _residency_wishes(api: Api, access: Access) -> None:
                 "adapter": fmt.cell(f"{one['adapter_name']} v{one['version']}"),
                 "digest": fmt.digest(one["digest"]),
                 "why": fmt.cell(one["reason"]),
-                "since": fmt.time(one["created_at"]),
+                "since": fmt.moment(one["created_at"]),
                 "tenant": one["tenant_id"],
             },
             wide=("adapter", "why"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from decimal import Decimal
 from functools import partial
 
 import streamlit as st
@@ -17,6 +18,15 @@ from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.resources import Row
 
 _SECTIONS = {"usage": "usage", "earlier": "from before", "adjustment": "credit or debit"}
+# Of a line: leaves room for its amount, the last column.
+_DESCRIPTION_PX = 270
+_TOKENS_PER_PRICE = 1_000_000
+_TOKEN_CLASSES = ("input", "cached_input", "output")
+_PER = {
+    **dict.fromkeys(_TOKEN_CLASSES, "per 1M tokens"),
+    "request": "per request",
+    "adapter_hour": "per hour",
+}
 _STATUSES = {"draft": "draft", "final": "final", "void": "void"}
 _PROFILE = (
     Field("legal_name", "Legal name", max_chars=200),
@@ -92,8 +102,7 @@ def _cells(invoice: Row) -> dict[str, object]:
         "total": fmt.usd(invoice["total_usd"]),
         "due": fmt.usd(invoice["due_usd"]),
         "due on": invoice["due_on"] or "–",
-        "issued": fmt.time(invoice["issued_at"], zone),
-        "id": invoice["id"],
+        "issued": fmt.moment(invoice["issued_at"], zone),
     }
 
 
@@ -167,14 +176,15 @@ def _lines(invoice: Row) -> None:
                 "what": fmt.cell(line["description"]),
                 "class": (line["price_class"] or "–").replace("_", " "),
                 "quantity": line["quantity"],
-                "price": fmt.usd(line["unit_price_usd"]),
+                "price": say_price(line),
                 "amount": fmt.usd(line["amount_usd"]),
             }
             for line in invoice["lines"]
         ],
         hide_index=True,
+        height="content",
         column_config={
-            "what": st.column_config.TextColumn(width="medium"),
+            "what": st.column_config.TextColumn(width=_DESCRIPTION_PX),
             **{
                 name: st.column_config.TextColumn(alignment="right")
                 for name in ("quantity", "price", "amount")
@@ -182,6 +192,14 @@ def _lines(invoice: Row) -> None:
         },
         key=f"lines_{invoice['id']}",
     )
+
+
+def say_price(line: Row) -> str:
+    """As price books and the printed invoice have it: `$0.03 per 1M tokens`."""
+    price, per = Decimal(line["unit_price_usd"]), _PER.get(line["price_class"])
+    if line["price_class"] in _TOKEN_CLASSES:
+        price *= _TOKENS_PER_PRICE
+    return f"{fmt.usd(str(price))} {per}" if per else fmt.usd(str(price))
 
 
 def _change(api: Api, invoice: Row, name: str, listing: Listing) -> None:

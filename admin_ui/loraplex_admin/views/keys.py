@@ -13,6 +13,7 @@ from loraplex_admin.api import Api, ApiError, Tenant
 from loraplex_admin.components import confirm, forms, one_time, status
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
+from loraplex_admin.components.sentences import sentences
 from loraplex_admin.resources import Row
 
 _SLOT = "key"
@@ -55,16 +56,16 @@ def render(api: Api, access: Access) -> None:
                 "name": fmt.cell(one["name"]),
                 "key": one["redacted"],
                 "status": one["status"],
-                "last used": fmt.time(one["last_used_at"], zone)
+                "last used": fmt.moment(one["last_used_at"], zone)
                 if one["last_used_at"]
                 else "never",
-                "made": fmt.time(one["created_at"], zone),
-                "expires": fmt.time(one["expires_at"], zone) if one["expires_at"] else "never",
+                "made": fmt.moment(one["created_at"], zone),
+                "expires": fmt.moment(one["expires_at"], zone) if one["expires_at"] else "never",
                 "may call": "everything"
                 if one["grants"] is None
                 else f"{len(one['grants'])} granted",
             },
-            wide=("name", "last used"),
+            wide=("name",),
             help={"last used": "To about a minute."},
         ),
         search_label="Search keys",
@@ -178,7 +179,7 @@ def _key(api: Api, tenant: Tenant, key: Row, grants: Field, *, can_write: bool) 
             st.subheader(fmt.literal(key["name"]))
             status.badge(key["status"])
         st.caption(f"{fmt.code(key['redacted'])} · {fmt.code(key['id'])}")
-        st.dataframe(
+        sentences(
             [
                 {
                     "what": "may use",
@@ -197,16 +198,13 @@ def _key(api: Api, tenant: Tenant, key: Row, grants: Field, *, can_write: bool) 
                         {
                             "what": "revoked",
                             "it is": f"{fmt.time(key['revoked_at'], zone)}: "
-                            f"{fmt.cell(key['revoke_reason'] or 'no reason given')}",
+                            f"{key['revoke_reason'] or 'no reason given'}",
                         }
                     ]
                     if key["revoked_at"]
                     else []
                 ),
-            ],
-            hide_index=True,
-            column_config={"it is": st.column_config.TextColumn(width="large")},
-            key=f"key_{key['id']}",
+            ]
         )
         if can_write and key["status"] in ("active", "disabled"):
             _change(api, tenant, key, grants)

@@ -67,7 +67,6 @@ def render(api: Api, access: Access) -> None:
         columns=Columns(
             lambda one: _cells(one, zone),
             numbers=("limit", "used", "held", "left"),
-            widest=("begins anew",),
             help={
                 "held": "Reserved by requests in progress, at their worst case.",
                 "begins anew": f"In the tenant's time zone ({zone}).",
@@ -337,7 +336,10 @@ def _effective(api: Api, tenant: Tenant) -> None:
     if not keys:
         if st.session_state.get(f"effective_key_{tenant['id']}_search", "").strip():
             return  # it says already that none was found
-        st.info("This tenant has no key yet, so nobody calls.", icon=":material/lightbulb:")
+        st.info(
+            "This tenant has no key yet, so nobody calls. Make one under *API keys*.",
+            icon=":material/lightbulb:",
+        )
         return
     with right:
         rows = choices.from_many(

@@ -28,7 +28,6 @@ def render(api: Api, _access: Access) -> None:
                 "chat template": fmt.digest(one["chat_template_sha256"]),
                 "id": one["id"],
             },
-            wide=("name",),
         ),
         empty="No base model is registered: the control API registers its own when it starts.",
         search_label="Search models",
@@ -55,8 +54,7 @@ def render(api: Api, _access: Access) -> None:
                 "replicas": "–"
                 if one["replicas"] is None
                 else ", ".join(one["replicas"]) or "none",
-                "last seen": fmt.time(one["last_seen_at"]),
-                "id": one["id"],
+                "last seen": fmt.moment(one["last_seen_at"]),
             },
             wide=("base", "replicas"),
         ),

@@ -11,6 +11,7 @@ from loraplex_admin.access import Access
 from loraplex_admin.api import Api
 from loraplex_admin.components import status
 from loraplex_admin.components.live import live
+from loraplex_admin.components.sentences import sentences
 from loraplex_admin.views import alerts
 
 _NUM_ALERTS = 5
@@ -68,18 +69,16 @@ def _alerts(api: Api) -> None:
     if not page["data"]:
         st.caption("None yet.")
         return
-    st.dataframe(
-        [alerts.cells(one, "UTC") for one in page["data"]],
-        hide_index=True,
-        column_config={"what": st.column_config.TextColumn(width="large")},
-        key="overview_alerts",
-    )
+    sentences([alerts.cells(one, "UTC") for one in page["data"]])
 
 
 def _replicas(replicas: list[dict[str, Any]]) -> None:
     st.subheader("Replicas")
     if not replicas:
-        st.warning("No engine replica is registered: requests are answered with 503.")
+        st.warning(
+            "No engine replica is registered: requests are answered with 503. Start one with "
+            "`loraplex engine`."
+        )
         return
     for replica in replicas:
         _replica(replica)
@@ -138,8 +137,8 @@ def _gateways(gateways: list[dict[str, Any]]) -> None:
         [
             {
                 "gateway": gateway["gateway_id"],
-                "started": fmt.time(gateway["started_at"]),
-                "last seen": fmt.time(gateway["last_seen_at"]),
+                "started": fmt.moment(gateway["started_at"]),
+                "last seen": fmt.moment(gateway["last_seen_at"]),
             }
             for gateway in gateways
         ],

@@ -37,7 +37,7 @@ def render(api: Api, access: Access) -> None:
     newest = deployments.page(limit=1)["data"]
     if not newest:
         st.info(
-            "This tenant has no deployment yet. Deploy an adapter first, then ask it here.",
+            "This tenant has no deployment yet. Deploy an adapter under *Deployments* first, then ask it here.",
             icon=":material/lightbulb:",
         )
         return

@@ -51,10 +51,9 @@ def _cells(book: Row) -> dict[str, object]:
     return {
         "name": fmt.cell(book["name"]),
         "status": "in force" if book["is_in_force"] else book["status"],
-        "from": fmt.time(book["effective_from"]),
-        "to": fmt.time(book["effective_to"]) if book["effective_from"] else "–",
-        "made": fmt.time(book["created_at"]),
-        "id": book["id"],
+        "from": fmt.moment(book["effective_from"]),
+        "to": fmt.moment(book["effective_to"]) if book["effective_from"] else "–",
+        "made": fmt.moment(book["created_at"]),
     }
 
 

@@ -46,7 +46,6 @@ def render(api: Api, access: Access) -> None:
         columns=Columns(
             lambda one: _cells(one, slugs, zone),
             numbers=("status", "prompt", "completion", "first ms", "total ms"),
-            wide=("model",),
             help={
                 "prompt": "Tokens.",
                 "completion": "Tokens.",
@@ -105,7 +104,7 @@ def _filters() -> dict[str, str | None]:
 def _cells(row: Any, slugs: dict[str, str], zone: str) -> dict[str, object]:  # noqa: ANN401 (a row)
     whose = {"tenant": slugs.get(row["tenant_id"], row["tenant_id"])} if slugs else {}
     return {
-        "time": fmt.time(row["created_at"], zone),
+        "time": fmt.moment(row["created_at"], zone),
         **whose,
         "model": fmt.cell(row["model"]),
         "state": _STATES.get(row["state"], row["state"]),

@@ -16,6 +16,7 @@ from loraplex_admin.components import charts, confirm, forms, status
 from loraplex_admin.components.forms import Field
 from loraplex_admin.components.listing import Columns, Listing
 from loraplex_admin.components.live import live
+from loraplex_admin.components.sentences import sentences
 from loraplex_admin.resources import Collection, Row
 
 _BP = 10_000
@@ -37,8 +38,6 @@ _STICKY = {
     "tenant": "the whole tenant",
 }
 _MINUTE_S = 60
-# Of the column that marks the step that is now.
-_MARK_PX = 30
 
 
 def render(api: Api, access: Access) -> None:
@@ -72,18 +71,17 @@ def render(api: Api, access: Access) -> None:
                 "state": _state(one),
                 "step": _step_of(one),
                 "canary's share": f"{_share_of(one):.2%}",
-                "began": fmt.time(one["started_at"], zone),
-                "ended": fmt.time(one["ended_at"], zone),
+                "began": fmt.moment(one["started_at"], zone),
+                "ended": fmt.moment(one["ended_at"], zone),
             },
             numbers=("canary's share",),
-            wide=("began", "ended"),
         ),
         search_label="Search rollouts",
         empty="No rollout is so. Choose *any* state."
         if wanted
         else "Nothing was rolled out yet. "
         + (
-            "Make a second revision under *Deployments*, then a draft below."
+            "Make a deployment and a second revision of it under *Deployments*, then a draft here."
             if can_write
             else "Its developers begin one."
         ),
@@ -136,10 +134,7 @@ def _new_rollout(api: Api, tenant: Tenant | None, listing: Listing) -> None:
     rollouts = api.owned(tenant, "rollouts")
     deployments = api.owned(tenant, "deployments")
     if not deployments.page(limit=1)["data"]:
-        st.info(
-            "There is no deployment yet. Make one under *Deployments*.", icon=":material/lightbulb:"
-        )
-        return
+        return  # the empty list says what comes first
     with st.expander("New rollout", icon=":material/add:", key=choices.fresh("new_rollout_box")):
         rows = choices.from_many("deployments", deployments.page, key="new_rollout_deployment")
         names = [one["name"] for one in rows]
@@ -273,26 +268,20 @@ def _steps(rollout: Row, zone: str) -> None:
         since = rollout["step_began_at"] if is_now else None
         rows.append(
             {
-                "": "▶"
+                " ": "▶"
                 if is_now
                 else "✓"
                 if rollout["step"] is not None and number < rollout["step"]
                 else "",
                 "step": _say_step(step),
                 "at least": fmt.span(step["hold_s"]),
-                "since": fmt.time(since, zone),
+                "since": fmt.moment(since, zone),
                 "may go on": fmt.reset(since + step["hold_s"], zone, clock.time())
                 if since
                 else "–",
             }
         )
-    st.dataframe(
-        rows,
-        hide_index=True,
-        column_config={"": st.column_config.TextColumn(width=_MARK_PX)}
-        | {name: st.column_config.TextColumn(width="medium") for name in ("since", "may go on")},
-        key=f"steps_{rollout['id']}",
-    )
+    sentences(rows)
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -338,22 +327,15 @@ def _sides(metrics: Row) -> None:
     )
     if not metrics["gates"]:
         return
-    st.dataframe(
+    sentences(
         [
             {
                 "gate": gate["gate"].replace("_", " "),
                 "says": gate["verdict"],
-                "in words": fmt.cell(gate["summary"].removeprefix(f"{gate['gate']}: ")),
+                "in words": gate["summary"].removeprefix(f"{gate['gate']}: "),
             }
             for gate in metrics["gates"]
-        ],
-        hide_index=True,
-        height="content",
-        column_config={
-            "says": st.column_config.TextColumn(width="small"),
-            "in words": st.column_config.TextColumn(width="large"),
-        },
-        key="rollout_gates",
+        ]
     )
 
 
@@ -369,17 +351,16 @@ def _events(rollouts: Collection, rollout: Row, zone: str) -> None:
             fetch=lambda after=None: events.page(after=after),
             columns=Columns(
                 lambda one: {
-                    "time": fmt.time(one["at"], zone),
+                    "time": fmt.moment(one["at"], zone),
                     "what": one["kind"].replace("_", " "),
-                    "who": fmt.cell(one["actor"]),
-                    "in words": fmt.cell(one["message"]),
-                },
-                wide=("who",),
-                widest=("in words",),
+                    "who": one["actor"],
+                    "in words": one["message"],
+                }
             ),
             empty="Nothing has happened to it yet.",
             is_main=False,
             can_open=False,
+            wraps=True,
         ).show()
 
 

@@ -77,7 +77,7 @@ def _users(api: Api, access: Access) -> None:
             lambda one: {
                 "e-mail": fmt.cell(one["email"]),
                 "on the platform": one["role"] or "–",
-                "since": fmt.time(one["created_at"]),
+                "since": fmt.moment(one["created_at"]),
                 "can log in": "no" if one["disabled_at"] else "yes",
             },
             wide=("e-mail",),

@@ -101,8 +101,7 @@ def _cells(tenant: Row) -> dict[str, object]:
         "name": fmt.cell(tenant["name"]),
         "status": tenant["status"],
         "time zone": tenant["billing_tz"],
-        "created": fmt.time(tenant["created_at"], tenant["billing_tz"]),
-        "id": tenant["id"],
+        "created": fmt.moment(tenant["created_at"], tenant["billing_tz"]),
     }
 
 
@@ -220,7 +219,7 @@ def _projects(api: Api, access: Access, tenant_id: str) -> None:
             columns=Columns(
                 lambda one: {
                     "name": fmt.cell(one["name"]),
-                    "since": fmt.time(one["created_at"]),
+                    "since": fmt.moment(one["created_at"]),
                     "id": one["id"],
                 },
                 wide=("name",),

@@ -177,7 +177,7 @@ def _chart(
                 "group:N",
                 title=None,
                 sort=[*shown, _REST],
-                legend=alt.Legend(orient="top", labelLimit=220, columns=3, symbolType="square"),
+                legend=alt.Legend(orient="top", labelLimit=160, columns=2, symbolType="square"),
             ),
             tooltip=[
                 alt.Tooltip("utcyearmonthdatehoursminutes(start):T", title=f"from ({zone})"),

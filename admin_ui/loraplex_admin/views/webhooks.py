@@ -54,9 +54,9 @@ def render(api: Api, access: Access) -> None:
                 "told of": ", ".join(one["topics"]),
                 "status": one["status"],
                 "what for": fmt.cell(one["description"]),
-                "failing since": fmt.time(one["failing_since"], zone),
+                "failing since": fmt.moment(one["failing_since"], zone),
             },
-            wide=("address", "what for"),
+            widest=("address",),
             help={"status": "failed: switched off after three days without one success."},
         ),
         empty="Nobody is told of anything yet. "
@@ -145,14 +145,13 @@ def _webhook(hooks: Collection, hook: Row, zone: str, listing: Listing, *, can_w
 
 def _delivery_cells(delivery: Row, zone: str) -> dict[str, object]:
     return {
-        "time": fmt.time(delivery["occurred_at"], zone),
+        "time": fmt.moment(delivery["occurred_at"], zone),
         "topic": delivery["topic"],
         "status": delivery["status"],
         "tries": delivery["tries"],
         "answer": "–" if delivery["last_status"] is None else str(delivery["last_status"]),
         "last error": fmt.cell(delivery["last_error"]) or "–",
-        "tried next": fmt.time(delivery["next_at"], zone),
-        "id": delivery["id"],
+        "tried next": fmt.moment(delivery["next_at"], zone),
     }
 
 

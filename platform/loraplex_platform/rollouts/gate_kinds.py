@@ -460,8 +460,8 @@ _NO_BOUND = 1e9
 
 
 def _number(value: float) -> str:
-    """Three digits, or all of those before the point."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """Three digits, or all of those before the point; nought for what a search has left a hair's breadth from it."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{round(value, 6):.3g}"
 
 
 def _range(found: Estimate) -> str:

@@ -197,6 +197,12 @@ def test_a_bound_that_there_is_none_of_is_not_said_as_a_number() -> None:
     assert not re.search(r"\d{9}", found), found
 
 
+def test_a_bound_that_is_a_hairs_breadth_from_nought_is_said_as_nought() -> None:
+    found = ask(TTFT, latencies(5, 200, 1), latencies(4, 200, 2)).summary
+
+    assert re.search(r"\(0 or more\) ms", found), found
+
+
 def test_weighing_and_asking_agree() -> None:
     for gate, stable, canary, verdict in CASES:
         plan = GatePlan(gates=(gate,), num_steps=1)
