@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -37,10 +38,13 @@ from loraplex_admin.api import SESSION_COOKIE
 from loraplex_admin.catalog import PAGES
 from loraplex_admin.resources import PAGE_SIZE
 from loraplex_platform.db import migrate
+from loraplex_platform.db.session import open_database
 from loraplex_platform.ids import format_id
 from loraplex_platform.local.embedded import start_postgres, start_redis
 from loraplex_platform.logs import configure_logging
+from loraplex_platform.metering.invariant_runs import check_and_keep, find_last
 from loraplex_platform.settings import ControlSettings, MigrationSettings
+from loraplex_platform.worker.app import INVARIANT_WINDOW
 from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
@@ -137,10 +141,21 @@ async def _filled(folder: Path, sizes: Sizes) -> AsyncIterator[tuple[Stand, str,
                 tenant = (await usage_report.fill(stand, postgres.url, sizes.requests)).tenant_id
                 await _fill_rest(stand, postgres.url, tenant, sizes, tell)
                 done.write_text(json.dumps({"sizes": asdict(sizes), "tenant": str(tenant)}))
+            await _as_the_worker_checks(postgres.url)
             yield stand, postgres.url, tenant
     finally:
         redis.stop()
         postgres.stop()
+
+
+async def _as_the_worker_checks(url: str) -> None:
+    """The books' last two days are checked once, as they are every hour: the page shows the last check."""
+    async with open_database(database_settings(url), statement_timeout_s=None) as database:
+        async with database.sessions() as session:
+            if await find_last(session) is not None:
+                return
+        since = datetime.now(UTC) - INVARIANT_WINDOW
+        await check_and_keep(database.sessions, "worker", since=since)
 
 
 async def _fill_rest(

@@ -27,9 +27,9 @@ from sqlalchemy.util import greenlet_spawn
 
 from loraplex_platform.db.errors import (
     LOST_RACES,
-    DatabaseUnavailableError,
     NoAnswerError,
     means_unavailable,
+    unavailable_error,
 )
 
 log = structlog.get_logger(__name__)
@@ -87,7 +87,7 @@ class CallPool:
                     raise
                 elif has_reconnected or isinstance(error, NoAnswerError | QueryCanceled):
                     # A server that has no time, or stands still, is not waited for twice.
-                    raise DatabaseUnavailableError from error
+                    raise unavailable_error(error) from error
                 else:
                     has_reconnected = True
                     # What is idle was connected to the same server: as a rule it is broken as well.

@@ -24,8 +24,25 @@ class DatabaseUnavailableError(UnavailableError):
         super().__init__(message, retry_after_s=RETRY_AFTER_S)
 
 
+class StatementTimeoutError(DatabaseUnavailableError):
+    """It is there, and did not finish in the time that a statement has."""
+
+    def __init__(
+        self,
+        message: str = "The database did not finish in the time it has for this. Try again, or ask for less.",
+    ) -> None:
+        super().__init__(message)
+
+
 class NoAnswerError(psycopg.OperationalError):
     """The server has left a statement without an answer for as long as we wait. It may be done or not."""
+
+
+def unavailable_error(error: BaseException) -> DatabaseUnavailableError:
+    """What callers hear of an error that `means_unavailable`."""
+    if isinstance(error, psycopg.errors.QueryCanceled):
+        return StatementTimeoutError()
+    return DatabaseUnavailableError()
 
 
 def means_unavailable(error: BaseException) -> bool:

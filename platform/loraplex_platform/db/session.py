@@ -32,7 +32,7 @@ from loraplex_platform.db.calls import CallPool
 from loraplex_platform.db.errors import (
     DatabaseUnavailableError as DatabaseUnavailableError,  # noqa: PLC0414 # caught from here
 )
-from loraplex_platform.db.errors import NoAnswerError, means_unavailable
+from loraplex_platform.db.errors import NoAnswerError, means_unavailable, unavailable_error
 from loraplex_platform.db.stored_json import to_stored_json
 from loraplex_platform.settings import DatabaseSettings
 
@@ -212,7 +212,7 @@ def _translate(context: ExceptionContext) -> None:
     if not isinstance(context.original_exception, Exception):
         return  # somebody cancelled the task: that is no word about the server, and must not be lost
     if context.is_disconnect or means_unavailable(context.original_exception):
-        raise DatabaseUnavailableError
+        raise unavailable_error(context.original_exception)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ from loraplex_platform.control.permissions import Reach, requires
 from loraplex_platform.control.routing import admin_router
 from loraplex_platform.control.schemas import ListPage
 from loraplex_platform.db import Request
+from loraplex_platform.db.errors import StatementTimeoutError
 from loraplex_platform.db.tenant_scope import enter_tenants
 from loraplex_platform.errors import InvalidRequestError, NotFoundError
 from loraplex_platform.ids import PREFIXES, MalformedIdError, parse_id
@@ -250,7 +252,8 @@ async def get_invariants(
     """
     last = await find_last(session)
     if run == "now":
-        return show_invariants(await check_invariants(context.sessions), last)
+        with _told_if_too_long():
+            return show_invariants(await check_invariants(context.sessions), last)
     if last is None:
         raise NotFoundError("No check was kept yet; the worker makes one every hour.")
     return show_invariants(report_of(last), last)
@@ -264,5 +267,17 @@ async def check_invariants_now(
     """Check all of the books, and keep what was found as the last run."""
     actor: Actor = request.state.actor
     record(session, actor, "invariants.check", "books", None)
-    report = await check_and_keep(context.sessions, actor.id or actor.kind)
+    with _told_if_too_long():
+        report = await check_and_keep(context.sessions, actor.id or actor.kind)
     return show_invariants(report, await find_last(session))
+
+
+@contextmanager
+def _told_if_too_long() -> Iterator[None]:
+    try:
+        yield
+    except StatementTimeoutError as error:
+        raise StatementTimeoutError(
+            "The books are too long to be checked while you wait. The worker checks the last two days every hour "
+            "(run=last); `loraplex reconcile` checks all of them, and takes the time that needs."
+        ) from error

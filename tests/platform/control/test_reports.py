@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from loraplex_platform.db import ApiKey
 from loraplex_platform.fleet import engines
@@ -268,3 +269,16 @@ async def test_keys_that_are_over_are_not_counted(stand: Stand) -> None:
         )
 
     assert (await stand.admin.get("/admin/v1/overview")).json()["keys"] == 2
+
+
+@pytest.mark.slow  # as long as a statement may take
+async def test_books_too_long_to_check_while_one_waits_are_no_lost_database(
+    stand: Stand, db_url: str
+) -> None:
+    with psycopg.connect(db_url) as owner:
+        owner.execute("lock table ledger in access exclusive mode")
+        refused = await stand.admin.get("/admin/v1/invariants", timeout=60)
+
+    message = error_of(refused, 503, "database_unavailable")["message"]
+    assert "too long to be checked while you wait" in message
+    assert "loraplex reconcile" in message
