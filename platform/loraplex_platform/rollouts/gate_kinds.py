@@ -211,7 +211,7 @@ class MixGate:
         """The numbers of the category that moved most."""
         return (
             f'canary {self.name} "{label}" {_percent(canary)} against {100 * stable.value:.3g} %,'
-            f" tolerated +-{100 * self.margin:.3g} points"
+            f" tolerated ±{100 * self.margin:.3g} points"
         )
 
     def _side(self, category: str, stable: Mix, canary: Mix) -> Side:

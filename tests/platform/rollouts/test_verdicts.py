@@ -220,7 +220,7 @@ def test_weighing_and_asking_agree() -> None:
         (TTFT, latencies(3_000, 200, 1), latencies(600, 400, 2), r"^canary time to first token p95 1\d{3} \(\d+ to \d+\) ms against 5\d\d ms, tolerated x1.25 \("),
         (LIKELIHOOD, normal(500, -1.1, 1), normal(100, -1.6, 2), r"^canary log-probability -1.\d* \(-1.* to -1.*\) nat against -1.\d* nat, tolerated -0.2 nat \("),
         (LENGTH, normal(2_000, 5.0, 1), normal(300, 6.0, 2), r"^canary output tokens \d{3} \(.*\) against 1\d\d, tolerated x0.667 to x1.5 \("),
-        (MIX, mix(5_000, 0.85, 0.12, 0.03), mix(800, 0.65, 0.32, 0.03), r'^canary finish_reason "(stop|length)" .* % \(.*\) against .* %, tolerated \+-5 points \('),
+        (MIX, mix(5_000, 0.85, 0.12, 0.03), mix(800, 0.65, 0.32, 0.03), r'^canary finish_reason "(stop|length)" .* % \(.*\) against .* %, tolerated ±5 points \('),
     ],
 )  # fmt: skip
 def test_a_result_says_its_numbers(
