@@ -432,10 +432,11 @@ class EngineClient:
             raise EngineLostError(f"{self.address}: {self._lost_reason}.")
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
+            # Sending takes note of what has come meanwhile, and then its descriptor wakes nobody for that.
+            has_frames = self._take is not None and _has_frames(self._socket)
         except zmq.ZMQError as error:
             raise EngineLostError(f"{self.address}: cannot send ({error}).") from error
-        # Sending takes note of what has come meanwhile, and then its descriptor wakes nobody for that.
-        if self._take is not None and _has_frames(self._socket):
+        if has_frames and self._take is not None:
             asyncio.get_running_loop().call_soon(self._take)
 
     async def _ask(self, query: Query, kind: type[Reply], timeout_s: float) -> Reply:
@@ -519,7 +520,11 @@ class EngineClient:
         address = f"inproc://monitor-{socket.FD}"
         socket.monitor(address, _MONITORED)
         monitor: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
-        monitor.connect(address)
+        try:
+            monitor.connect(address)
+        except BaseException:
+            monitor.close(linger=0)  # else the context is not closed before it is
+            raise
         return monitor
 
     async def _wait_for_handshake(self, monitor: zmq.asyncio.Socket) -> None:

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,8 +30,6 @@ _FLAGS = [
 # A page is ready within a second on a quiet machine; tests also run on busy ones.
 DEADLINE_S = 60.0
 _TRIES = 6
-# What each page has told the console: a click that it did nothing about has told it nothing.
-_SENT: Counter[Page] = Counter()
 
 
 @contextmanager
@@ -112,9 +108,7 @@ def open_page(browser: Browser, *, scheme: str = "light", width: int = 1280) -> 
         accept_downloads=True,
     )
     context.set_default_timeout(DEADLINE_S * 1000)
-    page = context.new_page()
-    page.on("websocket", lambda socket: socket.on("framesent", lambda _: _SENT.update([page])))
-    return page
+    return context.new_page()
 
 
 @contextmanager
@@ -194,27 +188,9 @@ def write(page: Page, label: str, text: str) -> None:
 
 
 def press(page: Page, name: str) -> None:
-    """Press a button, and wait for what that does.
-
-    On a busy machine a browser may swallow a click, for it draws the button anew between down and up. The console
-    has not heard of that one: it is done again, as anybody would.
-    """
-    button = page.get_by_role("button", name=name).first
-    tells = "b => Boolean(b.closest('[data-testid=stButton], [data-testid=stFormSubmitButton]'))"
-    is_telling = button.evaluate(tells)
-    for _ in range(_TRIES):
-        before = _SENT[page]
-        button.click()
-        if not is_telling or _has_told(page, before):
-            break
+    """Press a button, and wait for what that does."""
+    page.get_by_role("button", name=name).first.click()
     settle(page)
-
-
-def _has_told(page: Page, before: int) -> bool:
-    deadline = time.monotonic() + DEADLINE_S / _TRIES
-    while _SENT[page] == before and time.monotonic() < deadline:
-        page.wait_for_timeout(50)
-    return _SENT[page] != before
 
 
 def unfold(page: Page, title: str) -> None:

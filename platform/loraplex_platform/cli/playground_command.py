@@ -166,6 +166,9 @@ def _ask(admin: AdminClient, tenant_id: str, question: dict[str, Any], answer: A
         answer.error = str(error)
     except (KeyError, TypeError, ValueError) as error:
         answer.error = f"what answers is no chat ({type(error).__name__})"
+    except BaseException as error:
+        answer.error = f"the question failed here ({type(error).__name__})"
+        raise
 
 
 def _cost(admin: AdminClient, answer: Answer) -> str | None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any, TypeAlias, cast
 
 import psycopg
@@ -87,6 +87,10 @@ class CallPool:
                     raise
                 elif has_reconnected or isinstance(error, NoAnswerError | QueryCanceled):
                     # A server that has no time, or stands still, is not waited for twice.
+                    if isinstance(error, NoAnswerError):
+                        await (
+                            self.close()
+                        )  # nor by those who come next, on connections like this one
                     raise unavailable_error(error) from error
                 else:
                     has_reconnected = True
@@ -105,10 +109,7 @@ class CallPool:
 
     async def _once(self, query: str, parameters: Mapping[str, object]) -> list[Row]:
         at_hand = self._at_hand
-        if at_hand:
-            lent, borrowed_s = at_hand.pop()
-        else:
-            lent, borrowed_s = await self._engine.raw_connection(), time.monotonic()
+        lent, borrowed_s = await self._borrow()
         connection: psycopg.AsyncConnection[Any] = lent.driver_connection  # type: ignore[assignment] # psycopg's, see `create_database_engine`
         try:
             cursor = await connection.execute(query, parameters, prepare=True)
@@ -119,11 +120,21 @@ class CallPool:
                 and at_hand
                 is self._at_hand  # else all were closed meanwhile, and its pool is nobody's
             )
-            has_stayed = time.monotonic() - borrowed_s >= KEPT_S
+            has_stayed = monotonic() - borrowed_s >= KEPT_S
             if is_usable and not (has_stayed or self._is_crowded):
                 at_hand.append((lent, borrowed_s))
             else:
                 await _give_back(lent, is_usable=is_usable)
+
+    async def _borrow(self) -> tuple[PoolProxiedConnection, float]:
+        """One that is at hand and not too old, else one of the pool's."""
+        while self._at_hand:
+            lent, borrowed_s = self._at_hand.pop()
+            if monotonic() - borrowed_s < KEPT_S:
+                return lent, borrowed_s
+            # The pool knows how long it may be idle, and makes a new one instead.
+            await _give_back(lent, is_usable=True)
+        return await self._engine.raw_connection(), monotonic()
 
     @property
     def _is_crowded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
@@ -30,19 +31,22 @@ class CountKeeper:
     ) -> None:
         self._counted_per_s = counted_per_s
         self._clock = clock
+        self._counting = asyncio.Lock()
         self._counts: Counts | None = None
         self._until_s = 0.0  # by the clock
         self._day: date | None = None
 
     async def get(self, session: AsyncSession) -> Counts:
         """As they are, or were a second ago for each `counted_per_s` of them."""
-        day = datetime.now(UTC).date()
-        if self._counts is None or self._day != day or self._clock() >= self._until_s:
-            counts = await queries.count_objects(session)
-            num_counted = counts.tenants + counts.keys + counts.adapters + counts.entries_today
-            keep_s = num_counted // self._counted_per_s
-            self._counts, self._until_s, self._day = counts, self._clock() + keep_s, day
-        return self._counts
+        # One counts, and the others who look just then have its counts, where they are kept at all.
+        async with self._counting:
+            day = datetime.now(UTC).date()
+            if self._counts is None or self._day != day or self._clock() >= self._until_s:
+                counts = await queries.count_objects(session)
+                num_counted = counts.tenants + counts.keys + counts.adapters + counts.entries_today
+                keep_s = num_counted // self._counted_per_s
+                self._counts, self._until_s, self._day = counts, self._clock() + keep_s, day
+            return self._counts
 
 
 def overview(views: Sequence[ReplicaView], counts: Counts, recent: Recent) -> OverviewResource:

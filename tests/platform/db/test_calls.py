@@ -10,7 +10,7 @@ import pytest
 from loraplex_platform.db import calls
 from loraplex_platform.db.errors import DatabaseUnavailableError
 from loraplex_platform.db.session import open_database
-from sqlalchemy import QueuePool
+from sqlalchemy import QueuePool, event
 
 from tests.support.postgres import database_settings, serving_url, until_in_statement
 
@@ -70,6 +70,23 @@ async def test_a_connection_that_was_cut_is_replaced_without_anybody_noticing(
 
     assert len(before) == 4
     assert before.isdisjoint(after)
+
+
+async def test_one_that_was_idle_for_long_is_the_pools_to_judge(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[object] = []
+    pool = db.sessions.calls._engine.sync_engine.pool
+    event.listen(pool, "checkout", lambda *_: lent.append(1))
+    now_s = 1000.0
+    monkeypatch.setattr(calls, "monotonic", lambda: now_s)
+    for _ in range(2):
+        await db.sessions.calls.call("select 1", {})
+    num_borrowed = len(lent)
+    now_s += calls.KEPT_S
+    await db.sessions.calls.call("select 1", {})
+
+    assert (num_borrowed, len(lent)) == (1, 2)
 
 
 async def test_a_server_that_is_away_is_unavailable() -> None:

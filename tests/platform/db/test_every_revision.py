@@ -180,9 +180,9 @@ def test_two_migrators_at_once_do_the_work_once(postgres_server: PostgresServer)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
 
-        assert reached == [ALL[-1]] * 2
+        assert reached == [ALL[-1]] * 2, threads
         migrate.compare_with_models(settings)
 
 
