@@ -202,7 +202,7 @@ def test_a_member_who_follows_a_foreign_link_reads_nothing_of_it(
             read.append(text.replace(slug, "…"))
         assert read[0] == read[1]
         browser.press(found.page, "Choose another")
-        found.page.get_by_text("strangers").first.wait_for()
+        found.page.get_by_test_id("stDataFrame").first.wait_for()  # of their own key
         assert "id=" not in found.page.url
         assert found.trouble == []
 

@@ -205,6 +205,9 @@ def confirm(page: Page, title: str, name: str, button: str) -> None:
     """Type a name where the console asks for it, and press."""
     unfold(page, title)
     part = page.get_by_test_id("stExpander").filter(has_text=title).first
-    part.get_by_label("Type the name above to confirm").fill(name)
+    box = part.get_by_label("Type the name above to confirm")
+    box.fill(name)
+    box.press("Tab")  # the console hears of it now, not while the button is pressed
+    settle(page)
     part.get_by_role("button", name=button).click()
     settle(page)

@@ -156,10 +156,17 @@ class Fleet:
             yield client
 
     def engine_stats(self) -> dict[str, Any]:
-        """Of its one engine, fresh."""
-        with self.admin() as admin:
-            stats: dict[str, Any] = admin.fleet()["replicas"][0]["stats"]
-            return stats
+        """Of its one engine, fresh; one that has just started, or is in a long step, is asked again."""
+        found: list[dict[str, Any]] = []
+
+        def has_answered() -> bool:
+            with self.admin() as admin:
+                stats = admin.fleet()["replicas"][0]["stats"]
+            found.extend([stats] if stats is not None else [])
+            return bool(found)
+
+        wait_until(has_answered, interval_s=0.1)
+        return found[0]
 
     def request(self, request_id: str) -> dict[str, Any]:
         """A recent request (`x-request-id`) as the request log shows it."""

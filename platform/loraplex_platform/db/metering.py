@@ -45,7 +45,6 @@ class Request(Base):
             "subject_key",
             postgresql_where=text("rollout_id is not null"),
         ),
-        Index("ix_requests_arm_id", "arm", "id", postgresql_where=text("arm <> 'stable'")),
         Index(
             "ix_requests_lease_until", "lease_until", postgresql_where=text("state = 'reserved'")
         ),

@@ -178,45 +178,6 @@ async def test_a_member_finds_audit_entries_by_an_index(world: World) -> None:
         assert [one.tenant_id for one in found] == [world.mine] * count
 
 
-def test_an_index_of_partitions_that_was_left_half_built_is_finished(
-    postgres_server: PostgresServer,
-) -> None:
-    body = "(arm, id) where arm <> 'stable'"
-    with postgres_server.clone() as url:
-        settings = database_settings(url)
-        migrate.downgrade(settings, "0022")
-        with psycopg.connect(url, autocommit=True) as owner:
-            owner.execute(f"create index ix_requests_arm_id on only requests {body}")
-            owner.execute(f"create index requests_default_arm_id_idx on requests_default {body}")
-            owner.execute(
-                "alter index ix_requests_arm_id attach partition requests_default_arm_id_idx"
-            )
-            partitions = [
-                name
-                for (name,) in owner.execute(
-                    "select inhrelid::regclass::text from pg_inherits"
-                    " where inhparent = 'requests'::regclass"
-                )
-            ]
-            unfinished = next(one for one in partitions if one != "requests_default")
-            owner.execute(f"create index {unfinished}_arm_id_idx on {unfinished} (id)")
-
-        migrate.upgrade(settings)
-
-        with psycopg.connect(url) as owner:
-            is_valid = owner.execute(
-                "select indisvalid from pg_index where indexrelid = 'ix_requests_arm_id'::regclass"
-            ).fetchone()
-            parts = owner.execute(
-                "select indrelid::regclass::text, pg_get_indexdef(indexrelid) from pg_index"
-                " join pg_inherits on inhrelid = indexrelid"
-                " where inhparent = 'ix_requests_arm_id'::regclass"
-            ).fetchall()
-    assert is_valid == (True,)
-    assert sorted(name for name, _ in parts) == sorted(partitions)
-    assert all("(arm, id) WHERE" in definition for _, definition in parts)
-
-
 def test_indexes_of_lists_that_were_left_half_built_are_built_again(
     postgres_server: PostgresServer,
 ) -> None:
