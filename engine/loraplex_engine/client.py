@@ -433,11 +433,10 @@ class EngineClient:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
             # Sending takes note of what has come meanwhile, and then its descriptor wakes nobody for that.
-            has_frames = self._take is not None and _has_frames(self._socket)
+            if self._take is not None and _has_frames(self._socket):
+                asyncio.get_running_loop().call_soon(self._take)
         except zmq.ZMQError as error:
             raise EngineLostError(f"{self.address}: cannot send ({error}).") from error
-        if has_frames and self._take is not None:
-            asyncio.get_running_loop().call_soon(self._take)
 
     async def _ask(self, query: Query, kind: type[Reply], timeout_s: float) -> Reply:
         future: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()

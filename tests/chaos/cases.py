@@ -91,7 +91,11 @@ create function chaos_slow() returns trigger language plpgsql as
     $$ begin perform pg_sleep(0.4); return new; end $$;
 create trigger chaos_slow before insert on {table} for each row execute function chaos_slow();
 """
-_SLOW_NO_MORE = "drop function chaos_slow() cascade"
+# Whoever inserts holds the parent and asks for its partition: dropping a trigger asks the other way round.
+_SLOW_NO_MORE = """
+lock table {table} in access exclusive mode;
+drop function chaos_slow() cascade;
+"""
 
 
 async def _kill_at(world: World, point: str, *, is_stream: bool) -> list[Answer]:
@@ -109,8 +113,8 @@ async def _kill_at(world: World, point: str, *, is_stream: bool) -> list[Answer]
             assert code == -signal.SIGKILL, code
     finally:
         if inside:
-            with world.owner() as owner:
-                owner.execute(_SLOW_NO_MORE)
+            with world.owner() as owner, owner.transaction():
+                owner.execute(_SLOW_NO_MORE.format(table=inside))
     return answers
 
 
@@ -706,13 +710,24 @@ RACE_TOKENS = 20  # the completion's max_tokens, all of which is said
 async def _gateways(
     world: World, *, database_deadline_s: float = DATABASE_DEADLINE_S
 ) -> AsyncIterator[list[ProcessUnderTest]]:
-    """Three, started side by side."""
+    """Three, started side by side; what those that live have told and only spooled is booked before they end."""
     async with AsyncExitStack() as stack:
-        yield await asyncio.gather(
+        gateways = await asyncio.gather(
             *(
                 stack.enter_async_context(world.gateway(database_deadline_s=database_deadline_s))
                 for _ in range(3)
             )
+        )
+        yield gateways
+        await _until_booked([one for one in gateways if one.process.returncode is None])
+
+
+async def _until_booked(gateways: list[ProcessUnderTest]) -> None:
+    """Until nothing is left in the spools of these."""
+    for gateway in gateways:
+        await eventually(
+            lambda gateway=gateway: _has_spooled(gateway, 0),  # type: ignore[misc]
+            "the spool's end",
         )
 
 
@@ -780,11 +795,7 @@ async def race_with_two_deaths(world: World) -> list[Answer]:
         gateways[0].kill()
         answers = await asking
         world.restart_postgres()
-        for gateway in gateways[1:]:
-            await eventually(
-                lambda gateway=gateway: _has_spooled(gateway, 0),  # type: ignore[misc]
-                "the spool's end",
-            )
+        await _until_booked(gateways[1:])
         return answers + await world.ask_many(gateways[1:], 60, max_tokens=RACE_TOKENS)
 
 

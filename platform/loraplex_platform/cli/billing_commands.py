@@ -12,7 +12,6 @@ from loraplex_platform.cli.options import (
     AnyTenantOption,
     ControlUrlOption,
     DataDirOption,
-    DescriptionOption,
     TenantOption,
     open_admin,
 )
@@ -600,7 +599,9 @@ def recipient(
     address: Annotated[
         str | None, typer.Option(show_default="as it is", help="Lines, separated by '|'.")
     ] = None,
-    email: DescriptionOption = None,
+    email: Annotated[
+        str | None, typer.Option(show_default="as it is", help="Whom to write to about it.")
+    ] = None,
     tax_id: Annotated[str | None, typer.Option(show_default="as it is", help="Theirs.")] = None,
     tax_label: Annotated[
         str | None, typer.Option(show_default="as it is", help="Such as VAT.")

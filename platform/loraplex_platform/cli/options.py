@@ -52,7 +52,7 @@ OnlyTenantOption = Annotated[
     str | None, typer.Option("--tenant", "-t", help="Only of this tenant (slug or id).")
 ]
 LimitOption = Annotated[int, typer.Option(min=1, help="How many, newest first.")]
-DescriptionOption = Annotated[str | None, typer.Option(show_default="as it is", help="For people.")]
+ForPeopleOption = Annotated[str | None, typer.Option(show_default="as it is", help="For people.")]
 WhyOption = Annotated[str, typer.Option(help="Why: for whoever finds it later.")]
 
 

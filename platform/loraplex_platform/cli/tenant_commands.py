@@ -14,7 +14,7 @@ from loraplex_platform.cli.key_commands import project_id_of
 from loraplex_platform.cli.options import (
     ControlUrlOption,
     DataDirOption,
-    DescriptionOption,
+    ForPeopleOption,
     TenantOption,
     open_admin,
 )
@@ -108,7 +108,7 @@ def show(
 @app.command()
 def update(
     tenant: TenantArgument,
-    name: DescriptionOption = None,
+    name: ForPeopleOption = None,
     billing_tz: Annotated[
         str | None,
         typer.Option(

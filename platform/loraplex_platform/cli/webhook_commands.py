@@ -11,7 +11,7 @@ from loraplex_platform.cli.errors import CommandError, CommandGroup
 from loraplex_platform.cli.options import (
     ControlUrlOption,
     DataDirOption,
-    DescriptionOption,
+    ForPeopleOption,
     LimitOption,
     open_admin,
 )
@@ -197,7 +197,7 @@ def update(
             "--topic", show_default="as they are", help="Told of these alone; may be repeated."
         ),
     ] = None,
-    description: DescriptionOption = None,
+    description: ForPeopleOption = None,
     tenant: OwnerOption = None,
     data_dir: DataDirOption = Path(".loraplex"),
     control_url: ControlUrlOption = None,

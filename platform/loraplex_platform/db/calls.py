@@ -86,11 +86,10 @@ class CallPool:
                 elif not means_unavailable(error):
                     raise
                 elif has_reconnected or isinstance(error, NoAnswerError | QueryCanceled):
-                    # A server that has no time, or stands still, is not waited for twice.
+                    # A server that has no time, or stands still, is not waited for twice; nor is one that
+                    # stands still by those who come next, on connections like this one.
                     if isinstance(error, NoAnswerError):
-                        await (
-                            self.close()
-                        )  # nor by those who come next, on connections like this one
+                        await self.close()
                     raise unavailable_error(error) from error
                 else:
                     has_reconnected = True
@@ -115,11 +114,9 @@ class CallPool:
             cursor = await connection.execute(query, parameters, prepare=True)
             return await cursor.fetchall()
         finally:
-            is_usable = (
-                connection.info.transaction_status == TransactionStatus.IDLE
-                and at_hand
-                is self._at_hand  # else all were closed meanwhile, and its pool is nobody's
-            )
+            # If all were closed meanwhile, its pool is nobody's.
+            is_open = at_hand is self._at_hand
+            is_usable = is_open and connection.info.transaction_status == TransactionStatus.IDLE
             has_stayed = monotonic() - borrowed_s >= KEPT_S
             if is_usable and not (has_stayed or self._is_crowded):
                 at_hand.append((lent, borrowed_s))

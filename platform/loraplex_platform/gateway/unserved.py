@@ -1,8 +1,9 @@
 """Requests of a rollout that were refused before anything was reserved for them.
 
-A canary whose build is gone, whose longer system prompt leaves no room, whose price book has no price for it or
-whose stored parameters cannot be used answers nothing: without a row on the books its gates would never hear of it. So such a refusal is written as a voided request of its side. The
-client does not wait for that, and hears the same if it fails.
+A canary whose build is gone, whose longer system prompt leaves no room, whose price book has no price for it
+or whose stored parameters cannot be used answers nothing: without a row on the books its gates would never hear
+of it. So such a refusal is written as a voided request of its side. The client does not wait for that, and hears
+the same if it fails.
 
 A 4xx is the client's own doing unless the rollout's other side would have taken the same request.
 """
